@@ -1,0 +1,102 @@
+"""Every error this package raises on purpose.
+
+Each error is one message that says what was wrong, where (module path and the user's ``file:line``) and
+what to do about it. Code that catches errors by type can rely on :class:`AttnResError` being their base.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnres_compile.report import TransformReport
+
+
+class AttnResError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        what: one sentence that says what was wrong.
+        module: dotted path of the module concerned, or ``""``.
+        where: ``file:line`` in the user's code, or ``""``.
+        remedy: what to do, or ``""``.
+    """
+
+    def __init__(self, what: str, *, module: str = "", where: str = "", remedy: str = "") -> None:
+        self.what = what
+        self.module = module
+        self.where = where
+        self.remedy = remedy
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        place = ", ".join(part for part in (self.module and f"module {self.module}", self.where) if part)
+        text = f"{self.what} ({place})" if place else self.what
+        return f"{text}. {self.remedy}" if self.remedy else text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions rebuild themselves from ``args`` alone, which would lose the keywords.
+        return _rebuild, (type(self), dict(self.__dict__))
+
+
+def _rebuild(kind: type[AttnResError], state: dict[str, object]) -> AttnResError:
+    error = kind.__new__(kind)
+    error.__dict__.update(state)
+    error.args = (error._message(),)
+    return error
+
+
+class ConfigError(AttnResError, ValueError):
+    """A configuration value is unknown, out of range or contradicts another one."""
+
+
+class InputsError(AttnResError, TypeError):
+    """``example_inputs`` is not of a form that can be passed to the model."""
+
+
+class NoStreamError(AttnResError):
+    """No residual stream could be converted. ``report`` says why each add was left alone."""
+
+    def __init__(self, what: str, *, report: TransformReport, **place: str) -> None:
+        self.report = report
+        super().__init__(what, **place)
+
+
+class RejectedStreamError(NoStreamError):
+    """``strict=True`` and a residual stream would have been left alone."""
+
+
+class GraphBreakError(AttnResError):
+    """dynamo could not trace a module that owns a residual stream as one graph."""
+
+
+class CaptureError(AttnResError):
+    """The model could not be traced at all."""
+
+
+class AlreadyTransformedError(AttnResError):
+    """The model is transformed already."""
+
+
+class AlreadyCompiledError(AttnResError):
+    """The model is wrapped by ``torch.compile`` already."""
+
+
+class NotTransformedError(AttnResError):
+    """The call needs a transformed model."""
+
+
+class PlanMismatchError(AttnResError):
+    """A later capture of a transformed model does not hold the sites its queries were made for."""
+
+
+class PlainExecutionError(AttnResError, RuntimeError):
+    """A transformed model was about to run without its depth attention."""
+
+
+class LoweringError(AttnResError):
+    """An op of ours was left in a graph that claims to hold none, or a kernel could not be built."""
+
+
+class TargetError(AttnResError):
+    """A command-line target or input specification names nothing usable."""

@@ -1,0 +1,1 @@
+"""The method's ops and the kernels behind them."""

@@ -1,0 +1,1 @@
+"""Graph passes: detection, planning, rewriting and lowering."""

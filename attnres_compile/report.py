@@ -1,0 +1,160 @@
+"""What was found and what was done, as plain data.
+
+Nothing here prints. ``to_dict`` gives JSON values in a stable shape, described in docs/report.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """One branch of a residual stream.
+
+    Attributes:
+        module: dotted path of the module whose code holds the add, relative to the model; ``""`` is the model.
+        where: ``file:line`` of the add in the user's code, or ``""``.
+        add: name of the graph node of the add (the last one, where several adds make one step).
+        adds: names of all add nodes that this step stands for, ``add`` included.
+    """
+
+    module: str
+    where: str
+    add: str
+    adds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where the stream is read.
+
+    Attributes:
+        name: unique in the model; the key in :func:`attnres_compile.pseudo_queries`.
+        readers: module paths of what reads it (``"output"`` for a returned value).
+        sources: names of its sources in depth order: ``"root"``, ``"block 1"``.., ``"partial 2"``.
+        query: name of its pseudo-query, equal to ``name``; ``None`` for a site with one source (a bypass).
+    """
+
+    name: str
+    readers: tuple[str, ...]
+    sources: tuple[str, ...]
+    query: str | None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One converted residual stream.
+
+    Attributes:
+        name: unique in the model.
+        feature_dim: size d of the features that the key norm runs over.
+        sublayers: its branches in depth order.
+        blocks: for each block the indices into ``sublayers`` of what it sums.
+        sites: its sites in depth order.
+        owner: path of the module whose forward holds the whole stream; ``""`` is the model.
+    """
+
+    name: str
+    feature_dim: int
+    sublayers: tuple[Sublayer, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    sites: tuple[Site, ...]
+    owner: str = ""
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """An add, or a stream's worth of adds, that was not converted.
+
+    Attributes:
+        reason: value of :class:`attnres_compile.passes.detect.Reason`.
+        message: one sentence for a person.
+        module: path of the module whose code holds the add.
+        where: ``file:line`` of the add, or ``""``.
+        node: name of the add's graph node.
+    """
+
+    reason: str
+    message: str
+    module: str
+    where: str
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A place where dynamo could not go on tracing."""
+
+    reason: str
+    where: str
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class TransformReport:
+    """Everything that was found and done in one model or graph.
+
+    Attributes:
+        streams: the converted streams.
+        rejections: every add that was considered and left alone, each with its reason.
+        graph_breaks: where tracing stopped.
+        parameters_added: number of scalar parameters added (queries and key norm weights).
+    """
+
+    streams: tuple[Stream, ...] = ()
+    rejections: tuple[LeftAlone, ...] = ()
+    graph_breaks: tuple[GraphBreak, ...] = ()
+    parameters_added: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values; see docs/report.md for the shape."""
+        return {
+            "streams": [_plain(stream) for stream in self.streams],
+            "rejections": [_plain(rejection) for rejection in self.rejections],
+            "graph_breaks": [_plain(graph_break) for graph_break in self.graph_breaks],
+            "parameters_added": self.parameters_added,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TransformReport:
+        """The report that :meth:`to_dict` was taken from."""
+        return cls(
+            streams=tuple(
+                Stream(
+                    name=stream["name"],
+                    feature_dim=stream["feature_dim"],
+                    sublayers=tuple(Sublayer(**_tuples(sub)) for sub in stream["sublayers"]),
+                    blocks=tuple(tuple(block) for block in stream["blocks"]),
+                    sites=tuple(Site(**_tuples(site)) for site in stream["sites"]),
+                    owner=stream["owner"],
+                )
+                for stream in values["streams"]
+            ),
+            rejections=tuple(LeftAlone(**rejection) for rejection in values["rejections"]),
+            graph_breaks=tuple(GraphBreak(**graph_break) for graph_break in values["graph_breaks"]),
+            parameters_added=values["parameters_added"],
+        )
+
+    def merged(self, other: TransformReport) -> TransformReport:
+        """This report followed by another one."""
+        return TransformReport(
+            self.streams + other.streams,
+            self.rejections + other.rejections,
+            self.graph_breaks + other.graph_breaks,
+            self.parameters_added + other.parameters_added,
+        )
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
