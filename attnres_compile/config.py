@@ -82,9 +82,7 @@ class AttnResConfig:
         self._check_number("eps", self.eps, least=0.0)
         if self.logit_scale != "rsqrt_dim":
             if isinstance(self.logit_scale, str):
-                raise ConfigError(
-                    f"logit_scale must be a number or 'rsqrt_dim', not {self.logit_scale!r}"
-                )
+                raise ConfigError(f"logit_scale must be a number or 'rsqrt_dim', not {self.logit_scale!r}")
             self._check_number("logit_scale", self.logit_scale, least=-math.inf)
 
     def _check_int(self, name: str, least: int) -> None:

@@ -1,0 +1,62 @@
+"""Turn an existing PyTorch model into an Attention Residuals model.
+
+::
+
+    import attnres_compile as ac
+
+    ac.explain(model, example_inputs)      # what would be done
+    ac.transform(model, example_inputs)    # do it, in place
+    ac.pseudo_queries(model)               # the new parameters
+    ac.revert(model)                       # undo it
+
+``torch.compile(model, backend="attnres")`` works on transformed models and on untouched ones.
+"""
+
+from attnres_compile.api import explain, pseudo_queries, report, revert, rewrite_graph, transform
+from attnres_compile.config import AttnResConfig
+from attnres_compile.errors import (
+    AlreadyCompiledError,
+    AlreadyTransformedError,
+    AttnResError,
+    CaptureError,
+    ConfigError,
+    GraphBreakError,
+    InputsError,
+    LoweringError,
+    NoStreamError,
+    NotTransformedError,
+    PlainExecutionError,
+    PlanMismatchError,
+    RejectedStreamError,
+)
+from attnres_compile.inputs import Inputs
+from attnres_compile.passes.streams import Reason
+from attnres_compile.report import TransformReport
+from attnres_compile.version import __version__
+
+__all__ = [
+    "AlreadyCompiledError",
+    "AlreadyTransformedError",
+    "AttnResConfig",
+    "AttnResError",
+    "CaptureError",
+    "ConfigError",
+    "GraphBreakError",
+    "Inputs",
+    "InputsError",
+    "LoweringError",
+    "NoStreamError",
+    "NotTransformedError",
+    "PlainExecutionError",
+    "PlanMismatchError",
+    "Reason",
+    "RejectedStreamError",
+    "TransformReport",
+    "__version__",
+    "explain",
+    "pseudo_queries",
+    "report",
+    "revert",
+    "rewrite_graph",
+    "transform",
+]

@@ -1,0 +1,263 @@
+"""What users call: explain, transform, report, pseudo_queries, revert, rewrite_graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from attnres_compile import graphs
+from attnres_compile.capture import capture, graph_break
+from attnres_compile.config import AttnResConfig
+from attnres_compile.conversion import ConvertedForward
+from attnres_compile.errors import (
+    AlreadyCompiledError,
+    AlreadyTransformedError,
+    NoStreamError,
+    NotTransformedError,
+)
+from attnres_compile.inputs import as_inputs
+from attnres_compile.parameters import CHILD, Declaration, DepthQueries, converted, late_queries
+from attnres_compile.passes import facts
+from attnres_compile.passes.detect import detect
+from attnres_compile.passes.plan import BlockPlan, plan
+from attnres_compile.passes.streams import Detection, ResidualStream
+from attnres_compile.report import TransformReport
+from attnres_compile.reporting import build_report, join, refuse_strict
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """A module to convert and the plans of its streams, named relative to it."""
+
+    path: str
+    plans: tuple[BlockPlan, ...]
+
+
+def explain(model: nn.Module, example_inputs: Any, config: AttnResConfig | None = None) -> TransformReport:
+    """Say what :func:`transform` would do. Changes nothing and, unless tracing breaks, runs nothing.
+
+    Args:
+        model: any module, on any device, the meta device included.
+        example_inputs: a tensor, a tuple or list (positional), a dict (keywords), or
+            :class:`attnres_compile.Inputs`.
+        config: how to convert; default :class:`AttnResConfig`.
+
+    Returns:
+        The report: streams, sites and blocks, and every add left alone with its reason. A model without a stream
+        gives a report without streams.
+
+    Raises:
+        AlreadyTransformedError, AlreadyCompiledError, InputsError: see :func:`transform`.
+    """
+    config = config or AttnResConfig()
+    _refuse_wrapped(model)
+    return _study(model, example_inputs, config)[1]
+
+
+def transform(model: nn.Module, example_inputs: Any, config: AttnResConfig | None = None) -> nn.Module:
+    """Convert ``model`` into a Block AttnRes model, in place.
+
+    The module that owns each residual stream gets a child module ``attnres`` with its pseudo-queries, and runs
+    compiled from then on. Class, methods, hooks and state_dict keys stay; with ``gain="sum"`` the output stays too
+    until the queries move (docs/method.md).
+
+    Args:
+        model: the model, in the mode (train or eval) and dtype that it will run in.
+        example_inputs: as for :func:`explain`.
+        config: how to convert; default :class:`AttnResConfig`.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        NoStreamError: no residual stream could be converted; ``error.report`` says why.
+        RejectedStreamError: ``config.strict`` and a stream would be left alone.
+        GraphBreakError: tracing stops inside the module that owns a stream.
+        AlreadyTransformedError, AlreadyCompiledError: the model is transformed or compiled already.
+        InputsError: ``example_inputs`` is of no known form. An error of the model itself is raised as it is.
+    """
+    config = config or AttnResConfig()
+    _refuse_wrapped(model)
+    conversions, whole = _study(model, example_inputs, config)
+    if config.strict:
+        refuse_strict(whole.rejections, whole)
+    if not conversions:
+        raise NoStreamError(_no_stream(whole), report=whole, remedy="error.report lists every add with its reason")
+    for number, item in enumerate(conversions):
+        _convert(model.get_submodule(item.path), item, config, _part(whole, item.path, first=number == 0))
+    return model
+
+
+def report(model: nn.Module) -> TransformReport:
+    """What was done to ``model``, as data.
+
+    Raises:
+        NotTransformedError: nothing was.
+    """
+    parts = [queries.report for _, _, queries in converted(model)]
+    parts = parts or [queries.report for queries in late_queries(model)]
+    if not parts:
+        raise _not_transformed(model)
+    result = parts[0]
+    for part in parts[1:]:
+        result = result.merged(part)
+    return result
+
+
+def pseudo_queries(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The pseudo-queries of a converted model by site name, in depth order; each is a parameter of shape ``[d]``.
+
+    Raises:
+        NotTransformedError: the model has none.
+    """
+    found = {
+        join(path, site): query for path, _, queries in converted(model) for site, query in queries.queries().items()
+    }
+    if not found:
+        found = {site: query for store in late_queries(model) for site, query in store.queries().items()}
+    if not found:
+        raise _not_transformed(model)
+    return found
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Take the depth attention away: the original model, its keys and its output, bit for bit.
+
+    Raises:
+        NotTransformedError: the model is not transformed.
+    """
+    found = list(converted(model))
+    if not found:
+        raise _not_transformed(model)
+    for _, owner, _ in found:
+        forward = owner.__dict__.pop("forward")
+        if isinstance(forward, ConvertedForward) and forward.previous is not None:
+            owner.__dict__["forward"] = forward.previous
+        del owner._modules[CHILD]
+    return model
+
+
+def rewrite_graph(
+    graph_module: fx.GraphModule | torch.export.ExportedProgram,
+    example_inputs: Sequence[Any] | None = None,
+    config: AttnResConfig | None = None,
+) -> tuple[fx.GraphModule, TransformReport]:
+    """The pass itself: rewrite any FX graph.
+
+    Args:
+        graph_module: from ``torch.fx.symbolic_trace``, dynamo or ``torch.export`` (ATen; lifted parameters are told
+            apart by their names). It is not changed.
+        example_inputs: inputs of the graph, by which shapes are found where the graph has none.
+        config: how to convert; ``lowering`` is not read.
+
+    Returns:
+        A new graph module over the same parameters, with the pseudo-queries in its child ``attnres``, and the report.
+
+    Raises:
+        NoStreamError: the graph holds no stream that can be converted.
+    """
+    config = config or AttnResConfig()
+    module = graphs.with_shapes(graph_module, example_inputs)
+    detection = detect(module.graph, config)
+    plans = plan(detection.streams, config)
+    whole = build_report(detection, plans, config)
+    if config.strict:
+        refuse_strict(whole.rejections, whole)
+    if not plans:
+        raise NoStreamError(_no_stream(whole), report=whole, remedy="error.report lists every add with its reason")
+    return graphs.rewritten(module, plans, config, whole), whole
+
+
+# ------------------------------------------------------------------ how
+
+
+def _study(model: nn.Module, example_inputs: Any, config: AttnResConfig) -> tuple[list[_Conversion], TransformReport]:
+    """Trace, detect and plan; nothing is changed."""
+    inputs = as_inputs(example_inputs)
+    traced = capture(model, inputs)
+    whole = TransformReport(graph_breaks=traced.breaks)
+    conversions: dict[str, _Conversion] = {}
+    for graph in traced.graphs:
+        detection = detect(graph.graph, config)
+        by_owner: dict[str, list[ResidualStream]] = {}
+        for stream in detection.streams:
+            by_owner.setdefault(facts.owner_path(model, [s.node for s in stream.steps]), []).append(stream)
+        plans: list[BlockPlan] = []
+        prefixes: list[str] = []
+        for path, streams in by_owner.items():
+            item = _Conversion(path, plan(tuple(streams), config, path))
+            if path not in conversions:
+                conversions[path] = item
+            plans += item.plans
+            prefixes += [path] * len(item.plans)
+        whole = whole.merged(build_report(detection, plans, config, prefixes))
+    if traced.breaks and not conversions:
+        broken = graph_break(model, inputs)
+        if broken is not None:
+            raise broken
+    return list(conversions.values()), whole
+
+
+def _convert(owner: nn.Module, item: _Conversion, config: AttnResConfig, part: TransformReport) -> None:
+    like = next((p for p in owner.parameters() if p.is_floating_point()), None)
+    declaration = Declaration.of(item.plans, config)
+    queries = DepthQueries(
+        declaration,
+        dtype=like.dtype if like is not None else None,
+        device=like.device if like is not None else None,
+        report=part,
+    )
+    queries.train(owner.training)
+    forward = ConvertedForward(owner)
+    owner._modules[CHILD] = queries
+    owner.__dict__["forward"] = forward
+
+
+def _part(whole: TransformReport, path: str, first: bool) -> TransformReport:
+    """One converted module's share of the report; what belongs to none goes to the first."""
+    streams = tuple(stream for stream in whole.streams if stream.owner == path)
+    added = sum(stream.feature_dim * sum(site.query is not None for site in stream.sites) for stream in streams)
+    share = TransformReport(streams, parameters_added=added)
+    return replace(share, rejections=whole.rejections, graph_breaks=whole.graph_breaks) if first else share
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    for path, module in model.named_modules():
+        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
+            raise AlreadyCompiledError(
+                f"{type(module).__name__} is compiled already",
+                module=path,
+                remedy="Transform the original module first and compile the result",
+            )
+    for path, _, _ in converted(model):
+        raise AlreadyTransformedError(
+            "the model is transformed already",
+            module=path,
+            remedy="Call attnres_compile.revert(model) first to transform it in another way",
+        )
+
+
+def _no_stream(whole: TransformReport) -> str:
+    if not whole.rejections:
+        return "the model has no residual stream: it adds no two tensors"
+    counts: dict[str, int] = {}
+    for rejection in whole.rejections:
+        counts[rejection.reason] = counts.get(rejection.reason, 0) + 1
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items(), key=lambda c: -c[1]))
+    return f"no residual stream could be converted; adds left alone: {reasons}"
+
+
+def _not_transformed(model: nn.Module) -> NotTransformedError:
+    return NotTransformedError(
+        f"{type(model).__name__} holds no pseudo-queries",
+        remedy="Call attnres_compile.transform(model, example_inputs), or run the compiled model once",
+    )
+
+
+__all__ = ["Detection", "explain", "pseudo_queries", "report", "revert", "rewrite_graph", "transform"]

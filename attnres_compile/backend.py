@@ -1,0 +1,342 @@
+"""The torch.compile backend, and the pass that serves plain Inductor: all that knows dynamo's internals.
+
+A graph with a declaration (``attnres::declare``, left by a converted module) is rewritten with the queries that
+the declaration brings. A graph without one, compiled by ``backend="attnres"``, gets queries made here, kept on
+the model's own parameters so that recompilations find them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from attnres_compile.config import AttnResConfig, Lowering
+from attnres_compile.errors import ConfigError
+from attnres_compile.kernels import ops as kernel_ops
+from attnres_compile.parameters import LATE, Declaration, DepthQueries
+from attnres_compile.passes import facts
+from attnres_compile.passes.detect import detect
+from attnres_compile.passes.plan import BlockPlan, plan
+from attnres_compile.passes.rewrite import QueryNodes, rewrite
+from attnres_compile.passes.streams import Detection, ResidualStream
+from attnres_compile.reporting import build_report, refuse_strict
+from attnres_compile.version import __version__
+
+assert kernel_ops  # registers the ops that graphs hold
+
+DECLARE = torch.ops.attnres.declare.default
+
+
+# ------------------------------------------------------------------ what ran
+
+
+@dataclass
+class Tally:
+    """Number of sites that ran since counting began."""
+
+    sites: int = 0
+
+
+_TALLY: contextvars.ContextVar[Tally | None] = contextvars.ContextVar("attnres_tally", default=None)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Tally]:
+    """Count the sites that compiled graphs run inside this context, inner contexts included."""
+    tally, outer = Tally(), _TALLY.get()
+    token = _TALLY.set(tally)
+    try:
+        yield tally
+    finally:
+        _TALLY.reset(token)
+        if outer is not None:
+            outer.sites += tally.sites
+
+
+def _counted(call: Callable[..., Any], sites: int) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        result = call(*args)
+        tally = _TALLY.get()
+        if tally is not None:
+            tally.sites += sites
+        return result
+
+    return run
+
+
+# ------------------------------------------------------------------ graphs
+
+
+def copy_graph_module(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph module with a graph of its own over the same parameters; dynamo goes on reading the original's."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(module.graph, values)
+    if output is not None:
+        end = graph.output(output)
+        end.meta = dict(module.graph.output_node().meta)
+    for old, new in values.items():
+        new.meta = dict(old.meta)
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    copied = fx.GraphModule(module, graph)
+    copied.meta = dict(module.meta)
+    return copied
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """A declaration in a graph: its node, whose module it is, and the streams that belong to it."""
+
+    node: fx.Node
+    prefix: str
+    declaration: Declaration
+    streams: list[ResidualStream]
+
+
+def rewrite_declared(graph: fx.Graph) -> int:
+    """Rewrite every declared stream of ``graph`` in place and take the declarations out.
+
+    Returns:
+        The number of sites.
+
+    Raises:
+        PlanMismatchError: the graph does not hold the sites that a declaration names.
+    """
+    nodes = [node for node in graph.nodes if node.op == "call_function" and node.target is DECLARE]
+    declared = [
+        _Declared(node, facts.module_path(node), Declaration.from_text(str(node.args[2])), []) for node in nodes
+    ]
+    position = {node: at for at, node in enumerate(graph.nodes)}
+    for config in {d.declaration.config for d in declared}:
+        for stream in detect(graph, config).streams:
+            owner = _owner(stream, [d for d in declared if d.declaration.config == config], position)
+            if owner is not None:
+                owner.streams.append(stream)
+    planned: list[tuple[_Declared, tuple[BlockPlan, ...]]] = []
+    for item in declared:
+        plans = plan(tuple(item.streams), item.declaration.config, item.prefix)
+        item.declaration.check(plans, item.prefix)
+        planned.append((item, plans))
+    for item, plans in planned:
+        names = item.declaration.sites
+        tensors = list(item.node.args[1])  # type: ignore[arg-type]
+        norms: Sequence[Any] = tensors[len(names) :] or [None] * len(names)
+        queries = {name: QueryNodes(q, k) for name, q, k in zip(names, tensors, norms, strict=False)}
+        rewrite(graph, plans, queries, item.declaration.config)
+    for node in nodes:
+        graph.erase_node(node)
+    return sum(len(item.declaration.sites) for item in declared)
+
+
+def _owner(stream: ResidualStream, declared: list[_Declared], position: dict[fx.Node, int]) -> _Declared | None:
+    """The innermost declaration that a stream stands under: the latest one before it whose path covers it."""
+    paths = [facts.module_path(step.node) for step in stream.steps]
+    start = position[stream.steps[0].node]
+    covering = [
+        item
+        for item in declared
+        if position[item.node] < start
+        and all(not item.prefix or p == item.prefix or p.startswith(item.prefix + ".") for p in paths)
+    ]
+    return max(covering, key=lambda item: (len(item.prefix), position[item.node]), default=None)
+
+
+def _lower(module: fx.GraphModule, lowering: Lowering) -> None:
+    from attnres_compile.passes.lower import lower
+
+    lower(module, AttnResConfig(lowering=lowering))
+    module.recompile()
+
+
+def _finish(module: fx.GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Callable[..., Any]:
+    _lower(module, lowering)
+    if lowering == "eager":
+        call: Callable[..., Any] = module.forward
+        return call
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Callable[..., Any] = compile_fx(module, list(inputs))
+    return compiled
+
+
+# ------------------------------------------------------------------ the backends
+
+
+class ConvertedBackend:
+    """Compiles what a converted module runs when it is called by itself."""
+
+    def __init__(self, lowering: Lowering) -> None:
+        self.lowering = lowering
+
+    def __call__(self, module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        module = copy_graph_module(module)
+        sites = rewrite_declared(module.graph)
+        return _counted(_finish(module, example_inputs, self.lowering), sites)
+
+
+def attnres(
+    module: fx.GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The backend behind ``torch.compile(model, backend="attnres", options={...})``.
+
+    Args:
+        module: the graph that dynamo captured.
+        example_inputs: its inputs.
+        options: fields of :class:`AttnResConfig`. On a transformed model only ``lowering`` may be given.
+
+    Raises:
+        ConfigError: an option is unknown or not valid, or would change a transformed model's layout.
+    """
+    options = dict(options or {})
+    config = AttnResConfig.from_dict(options)
+    module = copy_graph_module(module)
+    if any(node.target is DECLARE for node in module.graph.nodes):
+        _check_options(module.graph, options)
+        sites = rewrite_declared(module.graph)
+        return _counted(_finish(module, example_inputs, config.lowering), sites)
+    return _late(module, example_inputs, config)
+
+
+def _check_options(graph: fx.Graph, options: dict[str, Any]) -> None:
+    for node in graph.nodes:
+        if node.target is DECLARE:
+            has = Declaration.from_text(str(node.args[2])).config
+            wrong = [k for k, v in options.items() if k != "lowering" and getattr(has, k) != v]
+            if wrong:
+                raise ConfigError(
+                    f"the model was transformed with other values of {', '.join(wrong)}",
+                    remedy="Leave them out of options, or revert the model and transform it anew",
+                )
+
+
+def _late(module: fx.GraphModule, inputs: list[Any], config: AttnResConfig) -> Callable[..., Any]:
+    """Convert a graph of a model that was never transformed."""
+    detection = detect(module.graph, config)
+    plans = plan(detection.streams, config)
+    if config.strict:
+        found = build_report(detection, plans, config)
+        refuse_strict(found.rejections, found)
+    declaration = Declaration.of(plans, config)
+    if not declaration.sites:
+        if detection.rejections and not detection.streams:
+            warnings.warn(
+                "attnres found no residual stream in a graph of this model and left it as it is; "
+                "attnres_compile.explain says why",
+                stacklevel=2,
+            )
+        return _finish(module, inputs, config.lowering)
+    store = _store(module.graph, plans, declaration, detection)
+    queries = _append_placeholders(module.graph, store)
+    rewrite(module.graph, plans, queries, config)
+    extra = store.tensors()
+    compiled = _finish(module, [*inputs, *extra], config.lowering)
+
+    def run(*args: Any) -> Any:
+        # Looked up at each call: a later load_state_dict(assign=True) may have put others in their place.
+        return compiled(*args, *store.tensors())
+
+    return _counted(run, len(declaration.sites))
+
+
+def _store(graph: fx.Graph, plans: Sequence[BlockPlan], declaration: Declaration, detection: Detection) -> DepthQueries:
+    """The queries of this graph's streams: those made at an earlier compilation, or new ones."""
+    anchor = _lasting_parameter(graph)
+    stores: dict[str, DepthQueries] = getattr(anchor, LATE, None) or {}
+    key = declaration.config.fingerprint()
+    if key in stores:
+        stores[key].declaration.check(plans, "")
+        return stores[key]
+    report = build_report(detection, plans, declaration.config)
+    store = DepthQueries(declaration, dtype=anchor.dtype, device=anchor.device, report=report)
+    stores[key] = store
+    setattr(anchor, LATE, stores)
+    _warn_late()
+    return store
+
+
+_WARNED = False
+
+
+def _warn_late() -> None:
+    global _WARNED
+    if _WARNED:
+        return
+    _WARNED = True
+    warnings.warn(
+        "pseudo-queries were made while compiling: an optimizer built before this call does not hold them, and "
+        "model.parameters() does not list them. Use attnres_compile.transform(model, example_inputs) before building "
+        "the optimizer, or add attnres_compile.pseudo_queries(model).values() to it",
+        stacklevel=2,
+    )
+
+
+def _lasting_parameter(graph: fx.Graph) -> nn.Parameter:
+    """The first matrix of the model in the graph, as the object that the user's model holds."""
+    for node in graph.nodes:
+        argument = node.meta.get("grapharg")
+        value = getattr(argument, "example", None) if node.op == "placeholder" else None
+        if isinstance(value, nn.Parameter) and value.dim() >= 2:
+            return value
+    raise ConfigError(
+        "a residual stream without a parameter of the model to keep its queries by",
+        remedy="Use attnres_compile.transform on the module instead of compiling a function",
+    )
+
+
+def _append_placeholders(graph: fx.Graph, store: DepthQueries) -> dict[str, QueryNodes]:
+    """Inputs for the queries behind the graph's own, marked as dynamo marks parameters."""
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    fake_mode = next(
+        (v.fake_mode for n in graph.nodes if (v := facts.tensor(n)) is not None and hasattr(v, "fake_mode")), None
+    )
+
+    def add(name: str, parameter: nn.Parameter) -> fx.Node:
+        nonlocal last
+        with graph.inserting_after(last):
+            last = graph.placeholder(name)
+        last._dynamo_source = None  # type: ignore[attr-defined]
+        last.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+        last.meta["example_value"] = fake_mode.from_tensor(parameter) if fake_mode else parameter
+        return last
+
+    sites = {site: add(f"attnres_{store.keys[site]}", q) for site, q in store.queries().items()}
+    norms = {site: add(f"attnres_{store.keys[site]}_key_norm", k) for site, k in store.key_norms().items()}
+    return {site: QueryNodes(node, norms.get(site)) for site, node in sites.items()}
+
+
+# ------------------------------------------------------------------ plain Inductor
+
+
+def install_inductor_pass() -> None:
+    """Let ``torch.compile(model)`` with Inductor rewrite transformed models; a user's own pass still runs."""
+    from torch._inductor import config
+
+    current = config.pre_grad_custom_pass
+    passes = current if isinstance(current, (list, tuple)) else [current]
+    if any(type(p).__name__ == "InductorPass" for p in passes):
+        return
+    from attnres_compile.inductor_pass import InductorPass
+
+    config.pre_grad_custom_pass = InductorPass(current)
+
+
+def rewrite_for_inductor(graph: fx.Graph) -> None:
+    """Rewrite and lower a graph inside Inductor, if it holds a declaration."""
+    if all(node.target is not DECLARE for node in graph.nodes):
+        return
+    rewrite_declared(graph)
+    if graph.owning_module is not None:
+        _lower(graph.owning_module, "inductor")
+
+
+def pass_identity() -> str:
+    """What Inductor's cache must know of our passes; their configuration is part of the graph."""
+    return __version__

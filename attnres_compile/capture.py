@@ -1,0 +1,177 @@
+"""Model + example inputs -> an FX graph with shapes, without running the model.
+
+dynamo traces with fake tensors and hands the graph to a backend that keeps a copy and stops. Nothing runs, so
+random state, buffers, gradients and caches stay as they were, and a model on the meta device will do.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from attnres_compile.backend import copy_graph_module
+from attnres_compile.errors import CaptureError, GraphBreakError
+from attnres_compile.inputs import Inputs
+from attnres_compile.passes import facts
+from attnres_compile.report import GraphBreak
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What was traced.
+
+    Attributes:
+        graphs: one graph, or several where tracing broke.
+        breaks: where and why it broke.
+    """
+
+    graphs: tuple[fx.GraphModule, ...]
+    breaks: tuple[GraphBreak, ...] = ()
+
+
+class _Stop(Exception):
+    """Raised by the capturing backend to end the call before anything runs."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.graph = graph
+        super().__init__("captured")
+
+
+class _Call:
+    """Calls the module through an attribute whose name paths are cleaned of, as converted modules are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        setattr(self, facts.OWNER, model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._attnres_owner(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+def capture(model: nn.Module, inputs: Inputs) -> Capture:
+    """Trace ``model`` on ``inputs``.
+
+    Raises:
+        GraphBreakError: dynamo cannot trace any part of the model.
+        Exception: the model's own error, where it rejects the inputs.
+    """
+    try:
+        return Capture((_whole(_Call(model), inputs),))
+    except torch._dynamo.exc.Unsupported as error:
+        reason, where = _break(error)
+        broken = GraphBreak(reason, where)
+        origin: Exception = error
+    except Exception as error:
+        broken, origin = None, error  # type: ignore[assignment]
+    run = _Guarded(model, inputs)
+    if broken is None:
+        run.eagerly()
+        raise CaptureError(
+            f"dynamo could not trace {type(model).__name__}: {_first_line(origin)}",
+            remedy="The model runs eagerly; TORCH_LOGS=dynamo shows where tracing stops",
+        ) from origin
+    return Capture(tuple(run.in_pieces()), (broken,))
+
+
+def graph_break(call: Callable[..., Any], inputs: Inputs, module: str = "") -> GraphBreakError | None:
+    """The error for the first graph break of ``call``, or ``None`` where it is one graph."""
+    try:
+        _whole(call, inputs)
+    except torch._dynamo.exc.Unsupported as error:
+        reason, where = _break(error)
+        return GraphBreakError(
+            f"a graph break inside a residual stream: {reason}",
+            module=module,
+            where=where,
+            remedy="Remove what breaks the graph, or move it out of the module that owns the stream",
+        )
+    return None
+
+
+def _whole(call: Callable[..., Any], inputs: Inputs) -> fx.GraphModule:
+    def stop(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        raise _Stop(copy_graph_module(graph))
+
+    try:
+        _traced(call, stop, inputs, fullgraph=True)
+    except Exception as error:
+        found = _stop_inside(error)
+        if found is None:
+            raise
+        return found.graph
+    raise CaptureError(
+        "the model computes nothing that dynamo could trace",
+        remedy="Check that example_inputs reach tensor operations",
+    )
+
+
+def _traced(call: Callable[..., Any], backend: Callable[..., Any], inputs: Inputs, fullgraph: bool) -> None:
+    with (
+        torch._dynamo.config.patch(suppress_errors=False),
+        torch.compiler.set_stance("default"),
+        torch.enable_grad(),
+    ):
+        torch.compile(call, backend=backend, fullgraph=fullgraph)(*inputs.args, **inputs.kwargs)
+
+
+def _stop_inside(error: BaseException | None) -> _Stop | None:
+    while error is not None:
+        if isinstance(error, _Stop):
+            return error
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _break(error: Any) -> tuple[str, str]:
+    frames = [f for f in getattr(error, "real_stack", None) or () if not f.filename.startswith(facts.TORCH)]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    text = getattr(error, "gb_type", None) or _first_line(error)
+    return str(text), where
+
+
+class _Guarded:
+    """Runs a model for real and puts back whatever that changed."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+        self.model = model
+        self.inputs = inputs
+
+    def eagerly(self) -> None:
+        """Run, so that the model's own error is raised if it has one."""
+        self._run(lambda args, kwargs: self.model(*args, **kwargs))
+
+    def in_pieces(self) -> list[fx.GraphModule]:
+        """Run through dynamo with graph breaks allowed, and keep the pieces."""
+        pieces: list[fx.GraphModule] = []
+
+        def keep(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
+            pieces.append(copy_graph_module(graph))
+            return graph.forward
+
+        call = _Call(self.model)
+        self._run(lambda args, kwargs: _traced(call, keep, Inputs(args, kwargs), fullgraph=False))
+        return pieces
+
+    def _run(self, body: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        try:
+            args, kwargs = copy.deepcopy((self.inputs.args, self.inputs.kwargs))
+        except Exception:
+            # Not every input can be copied (a tensor with a history cannot); then it is used as it is.
+            args, kwargs = self.inputs.args, self.inputs.kwargs
+        with torch.random.fork_rng(), torch.no_grad():
+            try:
+                body(args, kwargs)
+            finally:
+                for name, buffer in self.model.named_buffers():
+                    if name in buffers:
+                        buffer.copy_(buffers[name])

@@ -1,0 +1,115 @@
+"""What a converted module's ``forward`` is: the declaration of its queries, then the original forward.
+
+The object stands in the module's instance ``__dict__``, so the class, its methods and its keys stay what they
+were. It is a plain picklable object that knows its module: a deep copy or an unpickled module has a working
+one of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnres_compile import backend
+from attnres_compile.errors import AttnResError, PlainExecutionError, PlanMismatchError
+from attnres_compile.parameters import CHILD, DepthQueries
+from attnres_compile.passes.facts import OWNER
+
+
+class ConvertedForward:
+    """The ``forward`` of a converted module.
+
+    Called eagerly it runs the compiled, rewritten module. Traced by an outer ``torch.compile`` it leaves its
+    declaration in the graph, for the backend (ours, or Inductor through our pre-grad pass) to rewrite. Traced by
+    anything that would lose the rewriting it raises.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        setattr(self, OWNER, owner)
+        self.previous = owner.__dict__.get("forward")
+        self._compiled: Callable[..., Any] | None = None
+        backend.install_inductor_pass()
+
+    @property
+    def owner(self) -> nn.Module:
+        """The converted module."""
+        module: nn.Module = getattr(self, OWNER)
+        return module
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The original forward's signature: libraries look at it to choose arguments."""
+        original = self.previous if self.previous is not None else type(self.owner).forward.__get__(self.owner)
+        return inspect.signature(original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():
+            _refuse("torch.export")
+        if torch.compiler.is_compiling():
+            return self.traced(*args, **kwargs)
+        if torch.jit.is_tracing():
+            _refuse("torch.jit.trace")
+        return self.run(*args, **kwargs)
+
+    def traced(self, *args: Any, **kwargs: Any) -> Any:
+        """The code that is traced: the declaring op, then the original forward."""
+        owner = self._attnres_owner  # type: ignore[attr-defined]
+        queries = owner.attnres
+        torch.ops.attnres.declare.default(queries.token, queries.tensors(), queries.text)
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(owner).forward(owner, *args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the rewritten module, compiling it at the first call."""
+        queries = self.owner._modules[CHILD]
+        assert isinstance(queries, DepthQueries)
+        if self._compiled is None:
+            lowering = queries.declaration.config.lowering
+            self._compiled = torch.compile(self.traced, backend=backend.ConvertedBackend(lowering))
+        with backend.counting() as tally:
+            result = _unwrapped(self._compiled, args, kwargs)
+        expected = len(queries.declaration.sites)
+        if tally.sites < expected:
+            raise PlanMismatchError(
+                f"a converted {type(self.owner).__name__} ran {tally.sites} of its {expected} sites: part of its residual "
+                "stream ran outside the compiled graph",
+                remedy="Look for a graph break (TORCH_LOGS=graph_breaks) or a function marked torch._dynamo.disable",
+            )
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        backend.install_inductor_pass()
+
+
+def _unwrapped(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call, and raise an error of ours as itself instead of inside dynamo's."""
+    # The fused encoder layer of torch.nn computes both residual adds inside one op.
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        if fast:
+            torch.backends.mha.set_fastpath_enabled(False)
+        return call(*args, **kwargs)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, AttnResError):
+            raise error.inner_exception from None
+        raise
+    finally:
+        if fast:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+def _refuse(what: str) -> None:
+    raise PlainExecutionError(
+        f"{what} cannot carry the depth attention of a transformed model",
+        remedy="Export the plain model (attnres_compile.revert), or pass the exported program's graph module to "
+        "attnres_compile.rewrite_graph",
+    )

@@ -1,0 +1,160 @@
+"""The pseudo-queries: how they are named, where they live, how they are found again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnres_compile.config import AttnResConfig
+from attnres_compile.errors import PlanMismatchError
+from attnres_compile.passes.plan import BlockPlan
+from attnres_compile.report import TransformReport
+
+# Name of the child module that a converted module gets: the one prefix of the added state_dict keys.
+CHILD = "attnres"
+# Attribute of a parameter of an untransformed model that holds the queries made at compile time.
+LATE = "_attnres_late_queries"
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a converted module says of itself in every graph it is traced into, as one string constant.
+
+    Attributes:
+        config: the configuration of the conversion.
+        sites: names of the sites that have a query, in depth order.
+        dims: feature size of each of them.
+    """
+
+    config: AttnResConfig
+    sites: tuple[str, ...]
+    dims: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plans: Sequence[BlockPlan], config: AttnResConfig) -> Declaration:
+        """The declaration for ``plans``."""
+        named = [(name, plan.stream.feature_dim) for plan in plans for name in plan.queries]
+        return cls(config, tuple(name for name, _ in named), tuple(dim for _, dim in named))
+
+    def to_text(self) -> str:
+        """A JSON string, the same for equal declarations."""
+        return json.dumps({"config": self.config.to_dict(), "sites": self.sites, "dims": self.dims}, sort_keys=True)
+
+    @classmethod
+    def from_text(cls, text: str) -> Declaration:
+        """The declaration that :meth:`to_text` was taken from."""
+        values = json.loads(text)
+        return cls(AttnResConfig.from_dict(values["config"]), tuple(values["sites"]), tuple(values["dims"]))
+
+    def check(self, plans: Sequence[BlockPlan], where: str) -> None:
+        """Compare with the plans of a new capture.
+
+        Raises:
+            PlanMismatchError: sites are missing, or there are others.
+        """
+        found = Declaration.of(plans, self.config)
+        here, there = dict(zip(found.sites, found.dims, strict=True)), dict(zip(self.sites, self.dims, strict=True))
+        if here == there:
+            return
+        missing = [name for name in there if name not in here]
+        extra = [name for name in here if name not in there]
+        parts = [f"missing {_some(missing)}"] if missing else []
+        parts += [f"unknown {_some(extra)}"] if extra else []
+        parts += ["feature sizes differ"] if not parts else []
+        raise PlanMismatchError(
+            f"this capture of the model holds {len(here)} of the {len(there)} sites that its pseudo-queries were made "
+            f"for: {'; '.join(parts)}",
+            module=where,
+            remedy="A graph break, a different mode (train/eval) or a different dtype changed what is on the residual "
+            "stream. Remove the break, or revert the model and transform it in the mode it will run in",
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+class DepthQueries(nn.Module):
+    """The parameters of one converted module: a pseudo-query ``[d]`` per site, zero at first, and the key norm
+    weights ``[d]``, one at first, where the configuration asks for them.
+
+    They are one-dimensional, so that optimizers which treat matrices apart (weight decay, Muon) leave them alone.
+    """
+
+    token: Tensor
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        report: TransformReport | None = None,
+    ) -> None:
+        super().__init__()
+        self.declaration = declaration
+        self.report = report or TransformReport()
+        self.keys: dict[str, str] = {}
+        for site, dim in zip(declaration.sites, declaration.dims, strict=True):
+            key = self._free_key(site)
+            self.keys[site] = key
+            self.register_parameter(key, nn.Parameter(torch.zeros(dim, dtype=dtype, device=device)))
+            if declaration.config.key_norm_weight:
+                self.register_parameter(f"{key}_key_norm", nn.Parameter(torch.ones(dim, dtype=dtype, device=device)))
+        # The declaring op claims to write it, which keeps the op in every graph. Not saved.
+        self.register_buffer("token", torch.zeros(1, device=device), persistent=False)
+        self.text = declaration.to_text()
+
+    def _free_key(self, site: str) -> str:
+        key = "".join(c if c.isalnum() else "_" for c in site)
+        for suffix in itertools.chain([""], (f"_{n}" for n in itertools.count(2))):
+            if not hasattr(self, key + suffix) and not hasattr(self, f"{key}{suffix}_key_norm"):
+                return key + suffix
+        raise AssertionError
+
+    def queries(self) -> dict[str, nn.Parameter]:
+        """Site name -> pseudo-query, in depth order."""
+        return {site: getattr(self, key) for site, key in self.keys.items()}
+
+    def key_norms(self) -> dict[str, nn.Parameter]:
+        """Site name -> weight of the key norm; empty unless ``key_norm_weight``."""
+        if not self.declaration.config.key_norm_weight:
+            return {}
+        return {site: getattr(self, f"{key}_key_norm") for site, key in self.keys.items()}
+
+    def tensors(self) -> list[nn.Parameter]:
+        """All parameters as the declaring op takes them: the queries, then the key norm weights."""
+        return [*self.queries().values(), *self.key_norms().values()]
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Not a layer: it holds parameters."""
+        raise TypeError("DepthQueries holds parameters and computes nothing")
+
+    def extra_repr(self) -> str:
+        """Number of queries, for ``print(model)``."""
+        return f"{len(self.keys)} pseudo-queries"
+
+
+def converted(model: nn.Module) -> Iterator[tuple[str, nn.Module, DepthQueries]]:
+    """Path, module and queries of every converted module in ``model``."""
+    for path, module in model.named_modules():
+        child = module._modules.get(CHILD)
+        if isinstance(child, DepthQueries):
+            yield path, module, child
+
+
+def late_queries(model: nn.Module) -> list[DepthQueries]:
+    """Queries made by the backend for an untransformed model, in the order of its parameters."""
+    found: dict[int, DepthQueries] = {}
+    for parameter in model.parameters():
+        stores: dict[str, DepthQueries] = getattr(parameter, LATE, {})
+        for store in list(stores.values())[-1:]:
+            found.setdefault(id(store), store)
+    return list(found.values())

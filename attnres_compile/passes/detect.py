@@ -1,0 +1,339 @@
+"""graph -> residual streams, and for every add left alone a reason. Reads the graph, never changes it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from attnres_compile.config import AttnResConfig
+from attnres_compile.passes import facts, ops, refusal
+from attnres_compile.passes.memory import Memory
+from attnres_compile.passes.scan import AddRecord, Scan, scan
+from attnres_compile.passes.streams import Detection, Read, Reason, Rejection, ResidualStream, Step, Term
+
+
+@dataclass
+class _Chain:
+    """Steps that follow one another, before it is known whether they are a stream."""
+
+    root: fx.Node
+    records: list[AddRecord]
+    trimmed: list[AddRecord] = field(default_factory=list)
+
+
+def detect(graph: fx.Graph, config: AttnResConfig | None = None) -> Detection:
+    """Find the residual streams of ``graph``.
+
+    Args:
+        graph: a torch-level or ATen graph whose nodes carry tensors in ``meta["example_value"]`` or
+            ``meta["val"]``.
+        config: ``min_sublayers`` and ``depth_loops`` are read; default :class:`AttnResConfig`.
+
+    Returns:
+        The streams in graph order. Every add of two floating tensors is in one of them, as a step or inside
+        a branch's own sum, or among the rejections.
+    """
+    config = config or AttnResConfig()
+    memory = Memory(graph)
+    found = scan(graph, memory)
+    rejections = dict(found.rejections)
+    for node in found.checkpoints:
+        rejections[node] = Rejection(Reason.CHECKPOINTED, node)
+    chains = [_trim(chain) for chain in _chains(found, memory)]
+    refused = _refusals(chains, found, memory, config)
+    streams: list[ResidualStream] = []
+    for chain in chains:
+        _reject(rejections, chain.trimmed, Reason.NO_LEARNED_BRANCH)
+        if not chain.records:
+            continue
+        reason = refused.get(id(chain))
+        stream = None if reason else _stream(chain, found)
+        if stream is None:
+            _reject(rejections, chain.records, reason or Reason.UNKNOWN_FEATURES)
+        else:
+            streams.append(stream)
+    streams = _without_mutated(streams, memory, rejections)
+    _name_outer_skips(streams, rejections, found)
+    for stream in streams:
+        for step in stream.steps:
+            for inner in step.inner:
+                rejections.pop(inner, None)
+    streams.sort(key=lambda s: memory.position[s.steps[0].node])
+    ordered = sorted(rejections.values(), key=lambda r: memory.position[r.node])
+    return Detection(tuple(streams), tuple(ordered))
+
+
+def _reject(rejections: dict[fx.Node, Rejection], records: list[AddRecord], reason: Reason) -> None:
+    for record in records:
+        for node in (*record.inner, *record.adds):
+            if node not in rejections or node in record.adds:
+                rejections[node] = Rejection(reason, node)
+
+
+# ------------------------------------------------------------------ chains
+
+
+def _chains(found: Scan, memory: Memory) -> list[_Chain]:
+    """Join steps into chains: of several steps on one state one continues, the others begin chains."""
+    # Depth of the tree of steps below each step, to choose between parallel continuations.
+    below: dict[fx.Node, int] = {}
+    for node in reversed(found.steps):
+        below[node] = 1 + max((below[c.node] for c in found.children.get(node, ())), default=0)
+    continues: dict[fx.Node, AddRecord] = {}
+    for base, records in found.children.items():
+        if base in found.steps and (chosen := _continuation(records, below)) is not None:
+            continues[base] = chosen
+    chains: dict[fx.Node, _Chain] = {}
+    for node, record in found.steps.items():
+        assert record.base is not None and record.skip is not None
+        if record.base in found.steps and continues.get(record.base) is record:
+            chain = chains[record.base]
+            chain.records.append(record)
+        else:
+            chain = _Chain(record.skip, [record])
+        chains[node] = chain
+    unique = {id(chain): chain for chain in chains.values()}
+    return list(unique.values())
+
+
+def _continuation(records: list[AddRecord], below: dict[fx.Node, int]) -> AddRecord | None:
+    """Which of several steps on one state continues its stream.
+
+    A step whose branch is computed from another step on the same state encloses that one, and continues; the
+    enclosed one begins a stream of its own. Between independent ones the longer continuation wins.
+    """
+    chosen: AddRecord | None = None
+    for record in records:
+        if (
+            chosen is None
+            or (record.anchored and not chosen.anchored)
+            or (
+                record.anchored == chosen.anchored
+                and (chosen.node in record.fed_by or below[record.node] > below[chosen.node])
+            )
+        ):
+            chosen = record
+    return chosen
+
+
+def _trim(chain: _Chain) -> _Chain:
+    """Cut weightless steps off both ends; what is between anchors belongs to the stream."""
+    anchored = [i for i, record in enumerate(chain.records) if record.anchored]
+    if not anchored:
+        return _Chain(chain.root, [], chain.records)
+    first, last = anchored[0], anchored[-1]
+    kept = chain.records[first : last + 1]
+    root = kept[0].skip
+    assert root is not None
+    return _Chain(root, kept, chain.records[:first] + chain.records[last + 1 :])
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def _refusals(chains: list[_Chain], found: Scan, memory: Memory, config: AttnResConfig) -> dict[int, Reason]:
+    """The chains that may not be rewritten, by ``id``, each with the reason."""
+    kept = [chain for chain in chains if chain.records]
+    by_tail = {chain.records[-1].node: chain for chain in kept}
+    links: dict[int, tuple[_Chain, Reason]] = {}
+    refused: dict[int, Reason] = {}
+    for chain in kept:
+        linked = refusal.link(chain.root, by_tail)
+        if linked is None:
+            continue
+        before, reason = by_tail[linked[0]], linked[1]
+        links[id(chain)] = (before, reason)
+        links.setdefault(id(before), (chain, reason))
+        if reason is Reason.POST_NORM:
+            # A long stream whose final norm feeds a short head is no post-norm stream.
+            for one, other in ((chain, before), (before, chain)):
+                if 2 * len(other.records) >= len(one.records):
+                    refused[id(one)] = reason
+    for chain in kept:
+        if id(chain) in refused:
+            continue
+        if any(refusal.is_gated(record, found) for record in chain.records):
+            refused[id(chain)] = Reason.GATED
+        elif not config.depth_loops and _shares_weights(chain, found, memory):
+            refused[id(chain)] = Reason.SHARED_WEIGHTS
+        elif len(chain.records) < config.min_sublayers:
+            neighbour = links.get(id(chain))
+            refused[id(chain)] = neighbour[1] if neighbour else Reason.TOO_FEW_SUBLAYERS
+    return refused
+
+
+def _shares_weights(chain: _Chain, found: Scan, memory: Memory) -> bool:
+    """Whether most steps of a chain contract with a weight that another step contracts with too."""
+    at = memory.position
+    starts = [at[record.base] for record in chain.records if record.base is not None]
+    ends = [at[record.node] for record in chain.records]
+    places = [at[node] for node, _ in found.contractions]
+    users: dict[fx.Node, set[int]] = {}
+    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        for _, weight in found.contractions[bisect_left(places, start) : bisect_left(places, end)]:
+            users.setdefault(weight, set()).add(index)
+    sharing = {index for steps in users.values() if len(steps) > 1 for index in steps}
+    return 2 * len(sharing) > len(chain.records)
+
+
+# ------------------------------------------------------------------ from chain to stream
+
+
+def _stream(chain: _Chain, found: Scan) -> ResidualStream | None:
+    steps: list[Step] = []
+    for record in chain.records:
+        assert record.skip is not None
+        previous = steps[-1].node if steps else chain.root
+        steps.append(
+            Step(
+                node=record.node,
+                skip=record.skip,
+                passes=_passes(previous, record.skip, found),
+                terms=tuple(record.terms),
+                adds=tuple(record.adds),
+                inner=tuple(record.inner),
+                anchored=record.anchored,
+            )
+        )
+    axes = _axes(chain.root, steps)
+    if axes is None:
+        return None
+    value = facts.tensor(chain.root)
+    size = value.shape[axes[0]] if value is not None else None
+    if not isinstance(size, int):
+        return None
+    return ResidualStream(chain.root, tuple(steps), _reads(chain.root, steps), axes, size)
+
+
+def _passes(start: fx.Node, end: fx.Node, found: Scan) -> tuple[fx.Node, ...]:
+    """The ops between a state and the operand that carries it into the next add."""
+    path: list[fx.Node] = []
+    node = end
+    while node is not start:
+        path.append(node)
+        node = found.carried[node]
+    return tuple(reversed(path))
+
+
+def _axes(root: fx.Node, steps: list[Step]) -> tuple[int, ...] | None:
+    """The feature dimension of the root and of every state: what most branches make, seen from the root."""
+    value = facts.tensor(root)
+    if value is None:
+        return None
+    # Where each dimension of the root is in each state.
+    seen: list[list[int | None]] = [list(range(value.dim()))]
+    votes: Counter[int] = Counter()
+    before = root
+    for step in steps:
+        seen.append([_through(axis, before, step) for axis in seen[-1]])
+        made = next((a for term in step.terms if (a := _made_axis(step, term)) is not None), None)
+        if made is not None and made in seen[-1]:
+            votes[seen[-1].index(made)] += 1
+        before = step.node
+    if votes:
+        axis = votes.most_common(1)[0][0]
+    elif value.dim() <= 3:
+        axis = value.dim() - 1
+    else:
+        return None
+    axes = [places[axis] for places in seen]
+    return None if any(a is None for a in axes) else tuple(a for a in axes if a is not None)
+
+
+def _through(axis: int | None, before: fx.Node, step: Step) -> int | None:
+    for node in step.passes:
+        if axis is None:
+            return None
+        axis = facts.map_axis(node, before, axis)
+        before = node
+    return axis
+
+
+def _made_axis(step: Step, term: Term) -> int | None:
+    state, value = facts.tensor(step.node), facts.tensor(term.node)
+    if state is None or value is None:
+        return None
+    if term.product is not None:
+        return state.dim() - 1
+    axis = facts.feature_axis(term.node)
+    return None if axis is None else axis + state.dim() - value.dim()
+
+
+# ------------------------------------------------------------------ reads
+
+
+def _reads(root: fx.Node, steps: list[Step]) -> tuple[Read, ...]:
+    reads: list[Read] = []
+    for index in range(len(steps) + 1):
+        following = steps[index] if index < len(steps) else None
+        readers = _readers(steps[index - 1].node if index else root, following)
+        if readers:
+            reads.append(Read(index, tuple(readers)))
+    return tuple(reads)
+
+
+def _readers(state: fx.Node, following: Step | None) -> list[fx.Node]:
+    """All users of a state but the next add, the ops that only carry it there, and questions of shape."""
+    carriers = following.passes if following is not None else ()
+    gone = set(following.adds) if following is not None else set()
+    readers: list[fx.Node] = []
+    for node in (state, *carriers):
+        readers += [u for u in node.users if u not in gone and u not in carriers and not is_metadata(u)]
+    order = {node: i for i, node in enumerate(dict.fromkeys(readers))}
+    return sorted(order, key=lambda n: order[n])
+
+
+def is_metadata(node: fx.Node) -> bool:
+    """Whether ``node`` asks only for a shape, a dtype or the like."""
+    name = ops.name_of(node)
+    return name in ops.METADATA or (name == "getattr" and node.args[1:2] and node.args[1] in ops.METADATA)
+
+
+# ------------------------------------------------------------------ last checks
+
+
+def _without_mutated(
+    streams: list[ResidualStream], memory: Memory, rejections: dict[fx.Node, Rejection]
+) -> list[ResidualStream]:
+    """Drop streams of which a source or a state is written later by something that stays in the graph.
+
+    An in-place add that belongs to a stream goes away with it, so dropping one stream may cost another.
+    """
+    while True:
+        gone = {add for stream in streams for step in stream.steps for add in step.adds}
+        kept: list[ResidualStream] = []
+        for stream in streams:
+            write = _late_write(stream, memory, gone)
+            if write is None:
+                kept.append(stream)
+                continue
+            for step in stream.steps:
+                for node in (*step.inner, *step.adds):
+                    rejections[node] = Rejection(Reason.MUTATED, node, f"written by {write.name}")
+        if len(kept) == len(streams):
+            return kept
+        streams = kept
+
+
+def _late_write(stream: ResidualStream, memory: Memory, gone: set[fx.Node]) -> fx.Node | None:
+    at = memory.position
+    places = [(stream.root, at[stream.root])]
+    for step in stream.steps:
+        places += [(node, at[node]) for node in (*step.passes, step.node)]
+        for term in step.terms:
+            factors = [term.node, *([term.product[1]] if term.product else [])]
+            places += [(node, at[step.node]) for node in factors]
+    writes = (memory.write_after(node, position, gone) for node, position in places)
+    return next((write for write in writes if write is not None), None)
+
+
+def _name_outer_skips(streams: list[ResidualStream], rejections: dict[fx.Node, Rejection], found: Scan) -> None:
+    """A lone step around a converted stream is called what it is."""
+    starts = {found.base[stream.root] for stream in streams}
+    for node, rejection in rejections.items():
+        record = found.steps.get(node)
+        if rejection.reason is Reason.TOO_FEW_SUBLAYERS and record is not None and record.base in starts:
+            rejections[node] = Rejection(Reason.OUTER_SKIP, node)

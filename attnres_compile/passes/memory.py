@@ -1,0 +1,105 @@
+"""Which nodes share memory, and what is written when.
+
+A graph from dynamo or ``symbolic_trace`` may write in place. Detection treats ``x += f`` as ``x + f`` only
+where nobody can tell the difference, and lets no tensor that is written later serve as a source.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Set
+
+import torch
+from torch import fx
+
+from attnres_compile.passes import facts, ops
+
+
+class Memory:
+    """Groups of nodes that may share memory, and the writes into each group, in graph order.
+
+    Attributes:
+        position: place of each node in the graph.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.position: dict[fx.Node, int] = {node: i for i, node in enumerate(graph.nodes)}
+        self._parent: dict[fx.Node, fx.Node] = {}
+        self._writes: list[tuple[fx.Node, fx.Node]] = []
+        storages: dict[int, fx.Node] = {}
+        for node in graph.nodes:
+            self._join_storages(node, storages)
+            for target in ops.written_argument(node):
+                self._writes.append((node, target))
+                if facts.tensor(node) is not None:
+                    self._join(node, target)
+            if ops.name_of(node) in ops.VIEWS and not _is_copying_cast(node):
+                for operand in node.all_input_nodes[:1]:
+                    if facts.tensor(node) is not None and facts.tensor(operand) is not None:
+                        self._join(node, operand)
+        self._by_group: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self._members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        if self._writes:
+            for node, target in self._writes:
+                self._by_group[self._find(target)].append(node)
+            for node in graph.nodes:
+                root = self._find(node)
+                if root in self._by_group:
+                    self._members[root].append(node)
+
+    def _join_storages(self, node: fx.Node, storages: dict[int, fx.Node]) -> None:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if not isinstance(item, torch.Tensor) or item.layout != torch.strided:
+                continue
+            try:
+                key = item.untyped_storage()._cdata
+            except (RuntimeError, NotImplementedError):
+                continue
+            self._join(node, storages.setdefault(key, node))
+
+    def _find(self, node: fx.Node) -> fx.Node:
+        root = node
+        while (parent := self._parent.get(root)) is not None:
+            root = parent
+        while (parent := self._parent.get(node)) is not None:
+            self._parent[node] = root
+            node = parent
+        return root
+
+    def _join(self, a: fx.Node, b: fx.Node) -> None:
+        a, b = self._find(a), self._find(b)
+        if a is not b:
+            self._parent[a] = b
+
+    def is_functional(self, write: fx.Node) -> bool:
+        """Whether the in-place op ``write`` could be its functional twin without anyone noticing.
+
+        That is so when the memory was made in this graph and nothing that saw it before looks at it afterwards.
+        """
+        targets = ops.written_argument(write)
+        if not targets:
+            return True
+        at = self.position[write]
+        for target in targets:
+            for member in self._members[self._find(target)]:
+                if member.op in ("placeholder", "get_attr"):
+                    return False
+                if self.position[member] < at and any(self.position[user] > at for user in member.users):
+                    return False
+        return True
+
+    def write_after(self, node: fx.Node, position: int, gone: Set[fx.Node]) -> fx.Node | None:
+        """The first write into the memory of ``node`` behind ``position`` that is not among ``gone``."""
+        for write in self._by_group.get(self._find(node), ()):
+            if self.position[write] > position and write not in gone:
+                return write
+        return None
+
+
+def _is_copying_cast(node: fx.Node) -> bool:
+    if ops.name_of(node) not in ops.CASTS:
+        return False
+    before = facts.tensor(node.all_input_nodes[0]) if node.all_input_nodes else None
+    after = facts.tensor(node)
+    return before is not None and after is not None and before.dtype != after.dtype

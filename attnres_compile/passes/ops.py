@@ -1,0 +1,226 @@
+"""The only lists of op targets, for torch-level, ATen and ``symbolic_trace`` graphs alike.
+
+Every target is reduced to one name (``operator.iadd`` -> ``iadd``, ``Tensor.add_`` -> ``add_``,
+``aten.add.Tensor`` -> ``add``, ``nn.Linear`` -> ``module:Linear``); the lists below speak of these names.
+An op that no list knows is opaque: values flow through it, and nothing is assumed of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+_HOME_MODULES = ("torch", "_operator", "builtins", "math", "operator")
+
+# Spellings of x + y. The two trailing groups write into their first operand.
+ADDS = frozenset({"add", "__add__", "__radd__"})
+SUBS = frozenset({"sub", "subtract", "__sub__"})
+INPLACE_ADDS = frozenset({"iadd", "add_", "__iadd__"})
+INPLACE_SUBS = frozenset({"isub", "sub_", "subtract_", "__isub__"})
+# beta * x + alpha * (a @ b), and x + value * a * b: the first operand may be the stream.
+FUSED_PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addcmul": "mul"}
+INTERPOLATIONS = frozenset({"lerp", "lerp_"})
+
+CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "_to_copy", "convert_element_type"})
+# Same elements in the same number, maybe elsewhere or under another shape.
+RESHAPES = frozenset(
+    {
+        "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view", "view_as",
+        "reshape_as", "ravel",
+    }
+)  # fmt: skip
+PERMUTES = frozenset({"permute", "transpose", "movedim", "swapaxes", "swapdims", "moveaxis", "t", "mT"})
+SHUFFLES = frozenset({"roll", "flip"})
+COPIES = frozenset({"contiguous", "clone", "alias", "lift_fresh", "module:Identity", "identity", "requires_grad_"})
+DROPOUTS = frozenset(
+    {
+        "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout", "native_dropout",
+        "dropout_", "feature_dropout_", "module:Dropout", "module:Dropout1d", "module:Dropout2d",
+        "module:Dropout3d", "module:AlphaDropout",
+    }
+)  # fmt: skip
+SCALES = frozenset({"mul", "multiply", "__mul__", "__rmul__", "div", "truediv", "true_divide", "divide"})
+
+# A contraction sums over a dimension of its data against a weight. The value is the axis of its result that
+# holds the features it makes.
+CONTRACTIONS = {
+    "linear": -1, "matmul": -1, "mm": -1, "bmm": -1, "addmm": -1, "baddbmm": -1, "__matmul__": -1,
+    "imatmul": -1, "einsum": None, "bilinear": -1, "tensordot": -1, "mv": -1, "addbmm": -1, "dot": -1, "inner": -1,
+    "_grouped_mm": -1, "_scaled_mm": -1, "_scaled_grouped_mm": -1, "_int_mm": -1, "_weight_int8pack_mm": -1,
+    "_weight_int4pack_mm": -1, "grouped_mm": -1, "scaled_mm": -1,
+    "conv1d": 1, "conv2d": 1, "conv3d": 1, "conv_transpose1d": 1, "conv_transpose2d": 1,
+    "conv_transpose3d": 1, "convolution": 1, "_convolution": 1,
+    "multi_head_attention_forward": -1, "_native_multi_head_attention": -1,
+}  # fmt: skip
+CONTRACTION_MODULES = {
+    "Linear": -1, "Bilinear": -1, "Conv1d": 1, "Conv2d": 1, "Conv3d": 1, "ConvTranspose1d": 1,
+    "ConvTranspose2d": 1, "ConvTranspose3d": 1, "MultiheadAttention": -1, "LSTM": -1, "GRU": -1, "RNN": -1,
+    "NonDynamicallyQuantizableLinear": -1,
+}  # fmt: skip
+LOOKUPS = frozenset({"embedding", "embedding_bag", "module:Embedding", "module:EmbeddingBag"})
+
+NORMS = {
+    "layer_norm": -1, "rms_norm": -1, "native_layer_norm": -1, "_fused_rms_norm": -1, "group_norm": 1,
+    "native_group_norm": 1, "batch_norm": 1, "native_batch_norm": 1, "_native_batch_norm_legit": 1,
+    "_native_batch_norm_legit_no_training": 1, "instance_norm": 1, "normalize": -1, "module:LayerNorm": -1,
+    "module:RMSNorm": -1, "module:GroupNorm": 1, "module:BatchNorm1d": 1, "module:BatchNorm2d": 1,
+    "module:BatchNorm3d": 1, "module:SyncBatchNorm": 1, "module:InstanceNorm1d": 1,
+    "module:InstanceNorm2d": 1, "cudnn_batch_norm": 1, "miopen_batch_norm": 1,
+}  # fmt: skip
+# What a hand-written norm ends in, and what else it is made of.
+NORM_MARKS = frozenset({"rsqrt", "sqrt", "norm", "linalg_vector_norm", "vector_norm", "std", "var_mean"})
+NORM_PARTS = NORM_MARKS | frozenset(
+    {"pow", "square", "mean", "var", "sum", "reciprocal", "abs", "amax", "max", "clamp_min", "neg"}
+)
+ACTIVATIONS = frozenset(
+    {
+        "relu", "relu_", "gelu", "silu", "silu_", "swish", "leaky_relu", "leaky_relu_", "elu", "elu_", "selu",
+        "hardswish", "hardswish_", "hardtanh", "relu6", "relu6_", "mish", "softplus", "tanh", "sigmoid",
+        "module:ReLU", "module:GELU", "module:SiLU", "module:LeakyReLU", "module:ReLU6", "module:Hardswish",
+        "module:ELU", "module:Mish", "module:Tanh",
+    }
+)  # fmt: skip
+CLAMPS = frozenset({"clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_max", "nan_to_num", "where"})
+JOINS = frozenset({"cat", "concat", "concatenate", "stack", "hstack", "vstack"})
+# Asks for something about a tensor that its values do not enter.
+METADATA = frozenset(
+    {
+        "size", "dim", "sym_size", "sym_stride", "sym_numel", "numel", "stride", "ndimension", "is_contiguous",
+        "is_floating_point", "get_device", "element_size", "shape", "dtype", "device", "ndim", "len",
+    }
+)  # fmt: skip
+# Results that share memory with the first operand, beside what the layout lists say.
+VIEWS = (
+    RESHAPES
+    | PERMUTES
+    | frozenset(
+        {
+            "getitem", "select", "slice", "narrow", "expand", "expand_as", "broadcast_to", "split", "chunk",
+            "unbind", "diagonal", "as_strided", "detach", "alias", "contiguous", "unfold", "tensor_split",
+            "split_with_sizes", "view_as_real", "view_as_complex", "real", "imag", "swapaxes", "T", "mT",
+        }
+    )
+    | CASTS
+)  # fmt: skip
+INPLACE_NAMES = frozenset(
+    {
+        "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
+        "imatmul", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__",
+    }
+)  # fmt: skip
+# Names that end in an underscore and write nothing.
+_NOT_WRITES = frozenset({"requires_grad_", "__getitem__", "__add__", "__radd__", "__sub__", "__mul__"})
+CHECKPOINTS = frozenset({"tag_activation_checkpoint", "checkpoint"})
+
+
+def name_of(node: fx.Node) -> str:
+    """The one name of what ``node`` computes; ``""`` for placeholders, constants and the output."""
+    target: Any = node.target
+    if node.op == "call_method":
+        return str(target)
+    if node.op == "call_module":
+        module = module_of(node)
+        return f"module:{type(module).__name__}" if module is not None else f"module:{target}"
+    if node.op != "call_function":
+        return ""
+    cached = _NAMES.get(id(target))
+    if cached is not None and cached[0] is target:
+        return cached[1]
+    name = _function_name(target)
+    _NAMES[id(target)] = (target, name)
+    return name
+
+
+# Keeps the target alive beside its name, so that an id is never that of another object.
+_NAMES: dict[int, tuple[Any, str]] = {}
+
+
+def _function_name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, _, name = target._schema.name.partition("::")
+        return name if namespace in ("aten", "prims") else f"{namespace}::{name}"
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        namespace, _, name = target._qualified_op_name.partition("::")
+        return name if namespace in ("aten", "prims") else f"{namespace}::{name}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return str(target.name())
+    name = str(getattr(target, "__name__", None) or type(target).__name__)
+    home = getattr(target, "__module__", None) or "torch"
+    if home.split(".")[0] in _HOME_MODULES:
+        return name
+    return f"{home}.{name}"
+
+
+def module_of(node: fx.Node) -> torch.nn.Module | None:
+    """The module that a ``call_module`` node calls, or ``None``."""
+    owner = node.graph.owning_module
+    if node.op != "call_module" or owner is None:
+        return None
+    try:
+        return owner.get_submodule(str(node.target))
+    except AttributeError:
+        return None
+
+
+def written_argument(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The tensors that ``node`` writes into, as far as its target says."""
+    if node.op not in ("call_function", "call_method", "call_module"):
+        return ()
+    written: list[fx.Node] = []
+    out = node.kwargs.get("out")
+    written += [n for n in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(n, fx.Node)]
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        for position, argument in enumerate(target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+                values = value if isinstance(value, (tuple, list)) else (value,)
+                written += [v for v in values if isinstance(v, fx.Node)]
+        return tuple(written)
+    name = name_of(node)
+    inplace = bool(node.kwargs.get("inplace")) or name in INPLACE_NAMES
+    if name.endswith("_") and not name.startswith("_") and name not in _NOT_WRITES:
+        inplace = True
+    if node.op == "call_function" and not inplace:
+        inplace = _positional_inplace(node)
+    module = module_of(node)
+    if module is not None and getattr(module, "inplace", False):
+        inplace = True
+    if inplace and node.args and isinstance(node.args[0], fx.Node):
+        written.append(node.args[0])
+    return tuple(written)
+
+
+# Functions of torch.nn.functional that take ``inplace`` by position, and where.
+_INPLACE_POSITION = {
+    "relu": 1, "silu": 1, "dropout": 3, "leaky_relu": 2, "elu": 2, "hardswish": 1, "relu6": 1, "mish": 1,
+    "hardtanh": 3, "threshold": 3, "selu": 1, "celu": 2, "hardsigmoid": 1, "dropout1d": 3, "dropout2d": 3,
+    "dropout3d": 3, "alpha_dropout": 3, "feature_alpha_dropout": 3, "rrelu": 4,
+}  # fmt: skip
+
+
+def _positional_inplace(node: fx.Node) -> bool:
+    position = _INPLACE_POSITION.get(name_of(node))
+    return position is not None and len(node.args) > position and node.args[position] is True
+
+
+def dropout_is_identity(node: fx.Node) -> bool:
+    """Whether a dropout node passes its input through (evaluation mode, or probability 0)."""
+    module = module_of(node)
+    if module is not None:
+        return not module.training or getattr(module, "p", None) == 0
+    name = name_of(node)
+    if name == "native_dropout":
+        train = node.args[2] if len(node.args) > 2 else node.kwargs.get("train", True)
+        return train is False or (len(node.args) > 1 and node.args[1] == 0)
+    probability = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    if isinstance(node.target, torch._ops.OpOverload) or node.target in (
+        torch.dropout,
+        torch.feature_dropout,
+    ):
+        training = node.args[2] if len(node.args) > 2 else node.kwargs.get("train", True)
+    else:
+        training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+    return training is False or probability == 0

@@ -1,0 +1,135 @@
+"""Streams + configuration -> which sublayers form a block, what each site sees, and its query's name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from attnres_compile.config import AttnResConfig
+from attnres_compile.passes import facts
+from attnres_compile.passes.streams import Read, ResidualStream
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """One mix to be inserted.
+
+    Attributes:
+        name: unique among all streams of the graph.
+        index: number of steps behind the state that is read.
+        readers: the nodes that read this site's mix; the rest of the graph's new nodes use the first site.
+        blocks: number of complete blocks it sees.
+        partial: whether it also sees the sum of the block in progress.
+        label: module paths of what reads it.
+    """
+
+    name: str
+    index: int
+    readers: tuple[fx.Node, ...]
+    blocks: int
+    partial: bool
+    label: tuple[str, ...]
+
+    @property
+    def num_sources(self) -> int:
+        """Sources of the mix, the root included."""
+        return 1 + self.blocks + self.partial
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources in depth order."""
+        names = ["root", *(f"block {n}" for n in range(1, self.blocks + 1))]
+        return tuple(names + ([f"partial {self.blocks + 1}"] if self.partial else []))
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How one stream is rewritten.
+
+    Attributes:
+        name: unique in the graph.
+        stream: the stream.
+        blocks: for each block the indices of its steps.
+        sites: what is read, in depth order; those with one source are bypasses and need no query.
+    """
+
+    name: str
+    stream: ResidualStream
+    blocks: tuple[range, ...]
+    sites: tuple[SitePlan, ...]
+
+    @property
+    def queries(self) -> tuple[str, ...]:
+        """Names of the sites that need a query, in depth order."""
+        return tuple(site.name for site in self.sites if site.num_sources > 1)
+
+
+def block_ranges(sublayers: int, config: AttnResConfig) -> tuple[range, ...]:
+    """Consecutive blocks over ``sublayers`` steps; a remainder joins the last block (method.md, block form)."""
+    if config.block_size is not None:
+        size = config.block_size
+        count = max(sublayers // size, 1)
+    else:
+        count = sublayers if config.num_blocks is None else min(config.num_blocks, sublayers)
+        size = sublayers // count
+    bounds = [n * size for n in range(count)] + [sublayers]
+    return tuple(range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+
+
+def plan(streams: tuple[ResidualStream, ...], config: AttnResConfig, prefix: str = "") -> tuple[BlockPlan, ...]:
+    """Lay out blocks and sites for every stream.
+
+    Args:
+        streams: from :func:`attnres_compile.passes.detect.detect`.
+        config: block layout and whether readers have queries of their own.
+        prefix: module path to leave out of names; what lies outside it is called ``output``.
+    """
+    taken: set[str] = set()
+    plans: list[BlockPlan] = []
+    for number, stream in enumerate(streams):
+        blocks = block_ranges(len(stream.steps), config)
+        sites: list[SitePlan] = []
+        for read in stream.reads:
+            done = sum(1 for block in blocks if block.stop <= read.index)
+            partial = done < len(blocks) and read.index > blocks[done].start
+            for label, readers in _groups(read, config, prefix):
+                name = _unique(label[0], taken)
+                sites.append(SitePlan(name, read.index, readers, done, partial, label))
+        plans.append(BlockPlan(f"stream{number}", stream, blocks, tuple(sites)))
+    return tuple(plans)
+
+
+def _groups(read: Read, config: AttnResConfig, prefix: str) -> list[tuple[tuple[str, ...], tuple[fx.Node, ...]]]:
+    """The readers of one state that share a query, each group with the paths of its modules."""
+    by_path: dict[str, list[fx.Node]] = {}
+    for reader in read.readers:
+        by_path.setdefault(reader_path(reader, prefix), []).append(reader)
+    if config.queries == "reader":
+        return [((path,), tuple(nodes)) for path, nodes in by_path.items()]
+    # A name inside the prefix, where there is one, is the same in every capture.
+    paths = sorted(by_path, key=lambda path: path == "output")
+    return [(tuple(paths), read.readers)]
+
+
+def reader_path(node: fx.Node, prefix: str = "") -> str:
+    """Module path of a reader relative to ``prefix``; ``output`` for what is outside of it."""
+    if node.op == "output":
+        return "output"
+    path = facts.module_path(node)
+    if node.op == "call_module" and not node.meta.get("nn_module_stack"):
+        path = str(node.target)
+    if prefix:
+        if path != prefix and not path.startswith(prefix + "."):
+            return "output"
+        path = path[len(prefix) + 1 :]
+    return path or "stream"
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    candidate, count = name, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}:{count}"
+    taken.add(candidate)
+    return candidate

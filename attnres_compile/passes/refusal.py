@@ -1,0 +1,112 @@
+"""Why a chain of residual steps is no stream that may be rewritten, and what links one chain to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from torch import fx
+
+from attnres_compile.passes import facts, ops
+from attnres_compile.passes.scan import AddRecord, Scan
+from attnres_compile.passes.streams import Reason
+
+# How far behind a chain's root to look for the end of another chain: a hand-written norm is about ten ops.
+_SEARCH = 48
+
+
+def link(root: fx.Node, tails: Container[fx.Node]) -> tuple[fx.Node, Reason] | None:
+    """The chain end that ``root`` comes from without a learned op between, and what stands between them.
+
+    Args:
+        root: where a chain starts.
+        tails: the ends of all chains.
+
+    Returns:
+        The end and the reason that names what was found (a norm, an activation, dropout or a clamp), or
+        ``None`` where the chain starts from something else.
+    """
+    value = facts.tensor(root)
+    found: fx.Node | None = None
+    names: set[str] = set()
+    seen: set[fx.Node] = set()
+    todo = [root]
+    while todo and len(seen) < _SEARCH:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in tails and node is not root:
+            other = facts.tensor(node)
+            if other is not None and value is not None and _same_width(other, value):
+                found = found or node
+            continue
+        name = ops.name_of(node)
+        if facts.is_parameter_input(node) or node.op == "placeholder" or not _is_local(node, name):
+            continue
+        names.add(name)
+        todo += node.all_input_nodes
+    if found is None:
+        return None
+    reason = _reason(names)
+    return (found, reason) if reason is not None else None
+
+
+def _same_width(a: object, b: object) -> bool:
+    sizes_a, sizes_b = list(a.shape), list(b.shape)  # type: ignore[attr-defined]
+    return len(sizes_a) == len(sizes_b) and all(map(facts.same_size, sizes_a, sizes_b))
+
+
+def _is_local(node: fx.Node, name: str) -> bool:
+    """Whether ``node`` is of the kind that stands on a stream: no contraction, no lookup, no unknown op."""
+    return (
+        name in ops.NORMS
+        or name in ops.NORM_PARTS
+        or name in ops.ACTIVATIONS
+        or name in ops.CLAMPS
+        or name in ops.DROPOUTS
+        or name in ops.SCALES
+        or name in ops.ADDS
+        or name in ops.SUBS
+        or name in ops.CASTS
+        or name in ops.RESHAPES
+        or name in ops.PERMUTES
+        or name in ops.SHUFFLES
+        or name in ops.COPIES
+        or name in ("getitem", "expand", "detach")
+        or name in ops.INPLACE_ADDS
+    )
+
+
+def _reason(names: set[str]) -> Reason | None:
+    if names & ops.NORMS.keys() or names & ops.NORM_MARKS:
+        return Reason.POST_NORM
+    if names & ops.ACTIVATIONS:
+        return Reason.POST_ACTIVATION
+    if names & ops.CLAMPS:
+        return Reason.CLAMP_ON_STREAM
+    if names & ops.DROPOUTS:
+        return Reason.DROPOUT_ON_STREAM
+    return None
+
+
+def is_gated(record: AddRecord, scan: Scan) -> bool:
+    """Whether the branch of a step holds a multiple of the step's own skip, as ``x + t * (f - x)`` does."""
+    assert record.base is not None
+    seen: set[fx.Node] = set()
+    todo = [term.node for term in record.terms if term.product is None]
+    while todo and len(seen) < _SEARCH:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if scan.base.get(node) is record.base:
+            return True
+        if node in scan.steps and node is not record.node:
+            # Another state: it holds the skip only by way of its own stream.
+            continue
+        name = ops.name_of(node)
+        if name in ops.SCALES or name in ops.ADDS or name in ops.SUBS or name in ops.DROPOUTS or name == "neg":
+            todo += [i for i in node.all_input_nodes if facts.is_float(i)]
+        elif scan.base.get(node) is not node:
+            todo.append(scan.base[node])
+    return False

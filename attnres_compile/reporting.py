@@ -1,0 +1,108 @@
+"""Detection and plans -> the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attnres_compile.config import AttnResConfig
+from attnres_compile.errors import RejectedStreamError
+from attnres_compile.passes import facts
+from attnres_compile.passes.plan import BlockPlan
+from attnres_compile.passes.streams import Detection, Reason, Step
+from attnres_compile.report import GraphBreak, LeftAlone, Site, Stream, Sublayer, TransformReport
+
+# Reasons that mean: here is a residual stream, and it was not converted.
+STREAM_REASONS = frozenset(
+    {
+        Reason.POST_NORM,
+        Reason.POST_ACTIVATION,
+        Reason.GATED,
+        Reason.MUTATED,
+        Reason.SHARED_WEIGHTS,
+        Reason.DROPOUT_ON_STREAM,
+        Reason.CLAMP_ON_STREAM,
+        Reason.CHECKPOINTED,
+        Reason.UNKNOWN_FEATURES,
+    }
+)
+
+
+def build_report(
+    detection: Detection,
+    plans: Sequence[BlockPlan],
+    config: AttnResConfig,
+    prefixes: Sequence[str] | None = None,
+    breaks: tuple[GraphBreak, ...] = (),
+) -> TransformReport:
+    """The report of one graph.
+
+    Args:
+        detection: what was found.
+        plans: one per converted stream.
+        config: tells how many parameters a site has.
+        prefixes: for each plan the path of the module that owns the stream.
+        breaks: graph breaks met on the way.
+    """
+    prefixes = prefixes if prefixes is not None else [""] * len(plans)
+    streams = tuple(_stream(plan, prefix) for plan, prefix in zip(plans, prefixes, strict=True))
+    per_site = 2 if config.key_norm_weight else 1
+    added = sum(len(plan.queries) * plan.stream.feature_dim * per_site for plan in plans)
+    return TransformReport(streams, left_alone(detection), breaks, added)
+
+
+def left_alone(detection: Detection) -> tuple[LeftAlone, ...]:
+    """The rejections of one graph as report entries."""
+    return tuple(
+        LeftAlone(r.reason.value, r.message, facts.module_path(r.node), facts.source_line(r.node), r.node.name)
+        for r in detection.rejections
+    )
+
+
+def _stream(plan: BlockPlan, prefix: str) -> Stream:
+    return Stream(
+        name=join(prefix, plan.name) if prefix else plan.name,
+        feature_dim=plan.stream.feature_dim,
+        sublayers=tuple(_sublayer(step) for step in plan.stream.steps),
+        blocks=tuple(tuple(block) for block in plan.blocks),
+        sites=tuple(
+            Site(
+                name=join(prefix, site.name),
+                readers=tuple(label if label == "output" else join(prefix, label) for label in site.label),
+                sources=site.sources,
+                query=join(prefix, site.name) if site.num_sources > 1 else None,
+            )
+            for site in plan.sites
+        ),
+        owner=prefix,
+    )
+
+
+def _sublayer(step: Step) -> Sublayer:
+    return Sublayer(
+        module=facts.module_path(step.node),
+        where=facts.source_line(step.node),
+        add=step.node.name,
+        adds=tuple(node.name for node in (*step.inner, *step.adds)),
+    )
+
+
+def join(prefix: str, name: str) -> str:
+    """``prefix.name``, or ``name`` where there is no prefix."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def refuse_strict(rejections: Sequence[LeftAlone], report: TransformReport) -> None:
+    """Raise where ``strict`` forbids what was left alone.
+
+    Raises:
+        RejectedStreamError: a residual stream is among ``rejections``.
+    """
+    for rejection in rejections:
+        if rejection.reason in STREAM_REASONS:
+            raise RejectedStreamError(
+                f"strict: a residual stream would be left alone: {rejection.message}",
+                report=report,
+                module=rejection.module,
+                where=rejection.where,
+                remedy="Set strict=False to convert the rest",
+            )
