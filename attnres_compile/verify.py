@@ -41,7 +41,8 @@ class Exactness:
     """How far a converted model with zero queries is from the original.
 
     Attributes:
-        holds: nothing that was compared is further off than ``tolerance``.
+        holds: nothing that was compared is further off than ``tolerance``, and the queries got gradients:
+            the depth attention has run.
         output_error: largest ``max |a - b| / max |a|`` over the floating outputs; ``None`` without any.
         gradient_error: the same over the gradients of all parameters and floating inputs, for a fixed random
             projection of the outputs as the loss; no gradient is measured against less than a tenth of the
@@ -133,13 +134,21 @@ def verify(
         converted = api.transform(make(), inputs, config)
         queries = api.pseudo_queries(converted)
         run = _run(converted, inputs, seed)
+        reached = [name for name, query in queries.items() if query.grad is not None and query.grad.any()]
+    # The queries' own gradients have nothing to be compared with.
+    kept = {name: tensor for name, tensor in run.gradients.items() if name in original.differentiable}
     outputs = _compare(original.outputs, run.outputs, floor=0.0)
-    gradients = _compare(original.gradients, run.gradients, floor=GRADIENT_FLOOR)
+    gradients = _compare(original.gradients, kept, floor=GRADIENT_FLOOR)
     tolerance = TOLERANCES[lowest.dtype]
     notes = (*original.notes, *outputs.notes, *gradients.notes, *_expectations(config))
+    # Exact because the depth attention did not run is the one thing that must not pass.
+    ran = bool(reached) or not original.gradients
+    if original.gradients and len(reached) < len(queries):
+        idle = ", ".join(name for name in list(queries) if name not in reached)
+        notes += (f"{len(queries) - len(reached)} of {len(queries)} queries got no gradient: {idle}",)
     errors = [error for error in (outputs.error, gradients.error) if error is not None]
     return Exactness(
-        holds=outputs.equal and gradients.equal and all(error <= tolerance for error in errors),
+        holds=ran and outputs.equal and gradients.equal and all(error <= tolerance for error in errors),
         output_error=outputs.error,
         gradient_error=gradients.error,
         tolerance=tolerance,
@@ -215,6 +224,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 class _Run:
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
+    differentiable: frozenset[str]  # names of all parameters and inputs, with or without a gradient
     notes: tuple[str, ...]
 
 
@@ -262,14 +272,15 @@ def _run(model: nn.Module, inputs: Inputs, seed: int, watch: _LowestPrecision | 
         raise AttnResError(f"the model returns no tensors to compare, but {type(result).__name__}")
     loss = _projection(outputs, seed)
     notes: tuple[str, ...] = ()
+    named = {**dict(model.named_parameters()), **leaves}
     gradients: dict[str, Tensor] = {}
     if loss is None:
         notes = ("gradients were not compared: no floating output depends on a parameter or input by a gradient",)
     else:
         torch.autograd.backward(loss)
-        named = {**dict(model.named_parameters()), **leaves}
         gradients = {name: tensor.grad for name, tensor in named.items() if tensor.grad is not None}
-    return _Run({name: tensor.detach() for name, tensor in outputs.items()}, gradients, notes)
+    detached = {name: tensor.detach() for name, tensor in outputs.items()}
+    return _Run(detached, gradients, frozenset(named), notes)
 
 
 def _seed_all(seed: int) -> None:

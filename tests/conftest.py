@@ -1,0 +1,23 @@
+"""Settings for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """Each test starts with an empty compile cache, so that none leans on another's graphs."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers of pytest-xdist share the cores; more threads than that make small models slower.
+    torch.set_num_threads(1)
+    # dynamo's structured trace is at debug level and of empty messages: pages of nothing under each failure.
+    config.option.log_level = config.option.log_level or "WARNING"
