@@ -8,6 +8,8 @@ one of its own.
 from __future__ import annotations
 
 import inspect
+import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -70,14 +72,14 @@ class ConvertedForward:
         assert isinstance(queries, DepthQueries)
         if self._compiled is None:
             lowering = queries.declaration.config.lowering
-            self._compiled = torch.compile(self.traced, backend=backend.ConvertedBackend(lowering))
+            self._compiled = torch.compile(_own_code(self), backend=backend.ConvertedBackend(lowering))
         with backend.counting() as tally:
             result = _unwrapped(self._compiled, args, kwargs)
         expected = len(queries.declaration.sites)
         if tally.sites < expected:
             raise PlanMismatchError(
-                f"a converted {type(self.owner).__name__} ran {tally.sites} of its {expected} sites: part of its residual "
-                "stream ran outside the compiled graph",
+                f"a converted {type(self.owner).__name__} ran {tally.sites} of its {expected} sites: part of its "
+                "residual stream ran outside the compiled graph",
                 remedy="Look for a graph break (TORCH_LOGS=graph_breaks) or a function marked torch._dynamo.disable",
             )
         return result
@@ -88,6 +90,21 @@ class ConvertedForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         backend.install_inductor_pass()
+
+
+_NUMBERS = itertools.count()
+
+
+def _own_code(forward: ConvertedForward) -> Callable[..., Any]:
+    """``forward.traced`` with a code object of its own.
+
+    dynamo keeps its compiled variants, their limit and what it knows of changing sizes by code object, and all
+    converted modules would share one.
+    """
+    function = ConvertedForward.traced
+    code = function.__code__.replace(co_name=f"{type(forward.owner).__name__}_{next(_NUMBERS)}")
+    twin = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    return types.MethodType(twin, forward)
 
 
 def _unwrapped(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

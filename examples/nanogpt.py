@@ -107,6 +107,7 @@ example_inputs = (torch.randint(0, 256, (2, 32)), torch.randint(0, 256, (2, 32))
 def main() -> None:
     import attnres_compile as ac
 
+    torch.set_num_threads(1)  # so small a model gains nothing from more
     model = build_model()
     ac.transform(model, example_inputs, ac.AttnResConfig(num_blocks=4, lowering="eager"))
     queries = ac.pseudo_queries(model)

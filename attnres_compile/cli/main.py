@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from attnres_compile import api
 from attnres_compile.cli import output, render
 from attnres_compile.cli.options import takes_config
-from attnres_compile.cli.target import Target, load_target, user_code
+from attnres_compile.cli.target import Target, arguments_of, load_target, user_code
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError, CaptureError, NoStreamError
 from attnres_compile.verify import verify as compare
@@ -148,7 +148,7 @@ def _blame(loaded: Target) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, AttnResError) and not isinstance(error, CaptureError):
             raise
-        remedy = f"The inputs came from {loaded.inputs_from}"
+        remedy = f"The inputs came from {loaded.inputs_from}; forward takes {arguments_of(loaded.model)}"
         with user_code(f"{loaded.name} called with its inputs", remedy), torch.no_grad():
             loaded.model(*loaded.inputs.args, **loaded.inputs.kwargs)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
@@ -17,6 +18,8 @@ from attnres_compile.verify import Exactness
 # Rows of a table that are shown without --all, and places that are named per reason.
 FEW_ROWS = 24
 FEW_PLACES = 3
+# Longer paths are cut in tables, where they would break in the middle of a word.
+LONG_PATH = 36
 
 
 def report(found: TransformReport, title: str, everything: bool = False) -> RenderableType:
@@ -71,6 +74,7 @@ def _stream(stream: Stream, everything: bool) -> RenderableType:
 
 def _sublayers(sublayers: Sequence[Sublayer], everything: bool) -> Table:
     table = _table("sublayer", "module", "added at")
+    place = short_path if everything else _brief
     if everything:
         rows = [(str(i), sub.module, sub.where) for i, sub in enumerate(sublayers, 1)]
     else:
@@ -86,8 +90,15 @@ def _sublayers(sublayers: Sequence[Sublayer], everything: bool) -> Table:
         ]
         for name, members, where in sorted(groups, key=lambda group: group[1][0]):
             rows.append((collapse.numbers(member + 1 for member in members), name, where))
-    _fill(table, ((number, name or "(model)", short_path(where)) for number, name, where in rows), everything)
+    _fill(table, ((number, name or "(model)", place(where)) for number, name, where in rows), everything)
     return table
+
+
+def _brief(where: str) -> str:
+    """Library files by package and name: ``transformers/.../modeling_llama.py:321``."""
+    path = short_path(where)
+    parts = path.split(os.sep)
+    return f"{parts[0]}/.../{parts[-1]}" if len(path) > LONG_PATH and parts[0] and len(parts) > 2 else path
 
 
 def _blocks(stream: Stream, everything: bool) -> RenderableType:
@@ -158,7 +169,7 @@ def _modules(names: Iterator[str]) -> str:
     beside = ""
     for name, _ in collapse.paths(list(dict.fromkeys(names))):
         parent, dot, last = name.rpartition(".")
-        same = bool(dot) and parent == beside and not last[-1].isdigit()
+        same = bool(dot) and parent == beside and not last.startswith(tuple("0123456789{"))
         parts.append(f".{last}" if same else name or "(model)")
         beside = parent
     return ", ".join(parts)
@@ -179,7 +190,8 @@ def _rejections(rejections: Sequence[LeftAlone], everything: bool) -> Renderable
         by_reason.setdefault(rejection.reason, []).append(rejection)
     parts: list[RenderableType] = [Text(f"Left alone: {_count(len(rejections), 'add')}", style="bold yellow")]
     for reason, members in sorted(by_reason.items(), key=lambda item: -len(item[1])):
-        parts.append(Text.assemble("  ", (reason, "bold"), f" ({len(members)}): {members[0].message}"))
+        head = Text.assemble((reason, "bold"), f" ({len(members)}): {members[0].message}")
+        parts.append(Padding(head, (0, 0, 0, 2)))
         places = _rejected_places(members, everything)
         shown = places if everything else places[:FEW_PLACES]
         parts += [Padding(Text(place), (0, 0, 0, 4)) for place in shown]

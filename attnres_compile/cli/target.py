@@ -349,10 +349,14 @@ def _find_inputs(space: ModuleType, place: str, model: nn.Module, given: Inputs 
     if dummy is not None:
         return _beside(as_inputs(dummy), model), "the model's own dummy_inputs"
     raise TargetError(
-        f"no inputs for {type(model).__name__}, whose forward takes "
-        f"({_listed(list(inspect.signature(model.forward).parameters), 'nothing')})",
+        f"no inputs for {type(model).__name__}, whose forward takes {arguments_of(model)}",
         remedy=f"Define example_inputs in {place}, or give --input for each. {GRAMMAR}",
     )
+
+
+def arguments_of(model: nn.Module) -> str:
+    """The names of what ``forward`` takes, for messages."""
+    return f"({_listed(list(inspect.signature(model.forward).parameters), '')})"
 
 
 def _beside(inputs: Inputs, model: nn.Module) -> Inputs:

@@ -58,7 +58,7 @@ def library() -> ctypes.CDLL | None:
     except Exception as error:  # The toolchain fails in its own ways; plain code serves all the same.
         warnings.warn(f"depth attention runs without its compiled CPU kernels: {error}", stacklevel=2)
         return None
-    shape = [ctypes.c_int, *[ctypes.c_int64] * 3, *[ctypes.c_double] * 3, *[ctypes.c_int] * 2]
+    shape: list[Any] = [ctypes.c_int, *[ctypes.c_int64] * 3, *[ctypes.c_double] * 3, *[ctypes.c_int] * 2]
     forward.argtypes = [*shape, *[ctypes.c_void_p] * 3]
     backward.argtypes = [*shape, *[ctypes.c_void_p] * 6]
     return loaded
@@ -205,7 +205,7 @@ class _MixThrough(torch.autograd.Function):
     """``mix_cpu`` that hands its sources on, so that later readers' gradients arrive in its backward."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         query: Tensor,
         dim: int,
@@ -222,9 +222,7 @@ class _MixThrough(torch.autograd.Function):
         return torch.ops.attnres.mix_cpu.default(query, sources, *ctx.options), *sources
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad: Tensor | None, *later: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *later: Tensor | None) -> tuple[Tensor | None, ...]:
         wants_query, *wanted = ctx.needs_input_grad[:1] + ctx.needs_input_grad[6:]
         if grad is None:
             return (None, *[None] * 5, *later)
@@ -269,6 +267,7 @@ def mix_through(
         The mix, then the sources as aliases.
     """
     if torch.is_grad_enabled() and (query.requires_grad or any(source.requires_grad for source in sources)):
-        result: tuple[Tensor, ...] = _MixThrough.apply(query, dim, eps, gain, scale, normalized, *sources)
-        return result
+        apply: Any = _MixThrough.apply
+        handed_on: tuple[Tensor, ...] = apply(query, dim, eps, gain, scale, normalized, *sources)
+        return handed_on
     return torch.ops.attnres.mix_cpu.default(query, sources, dim, eps, gain, scale, normalized), *sources

@@ -95,19 +95,22 @@ def mix_backward(
         logits.append(dot * rms * scale)
     parts, total = _softmax_parts(logits)
     weights = [part / total for part in parts]
+    # In this order, as in the mix, the quotient is exactly 1 for equal logits and gain = N.
+    shares = [part * gain / total for part in parts]
     delta = reduce(torch.add, [weight * slope for weight, slope in zip(weights, slopes, strict=True)])
     grads: list[Tensor] = []
     query_grad: Tensor | None = None
-    for source, weight, rms, dot, slope in zip(sources, weights, scales, dots, slopes, strict=True):
+    terms = zip(sources, weights, shares, scales, dots, slopes, strict=True)
+    for source, weight, share, rms, dot, slope in terms:
         v = source.to(compute)
         logit_grad = weight * (slope - delta) * scale
         of_query = logit_grad * rms
         # Both the key's norm and the value's (``normalized``) pull the source towards itself.
         pull = logit_grad * dot * rms + weight * slope if normalized else logit_grad * dot * rms
-        of_grad = weight * rms * gain if normalized else weight * gain
+        of_grad = share * rms if normalized else share
         grads.append(like(of_grad * g + of_query * q - pull * rms * rms / size * v, source))
-        share = of_query * v
-        query_grad = share if query_grad is None else query_grad + share
+        term = of_query * v
+        query_grad = term if query_grad is None else query_grad + term
     assert query_grad is not None
     others = [axis for axis in range(query_grad.dim()) if axis != dim % query_grad.dim()]
     summed = query_grad.sum(others) if others else query_grad

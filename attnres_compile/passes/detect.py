@@ -201,8 +201,9 @@ def _stream(chain: _Chain, found: Scan) -> ResidualStream | None:
     axes = _axes(chain.root, steps)
     if axes is None:
         return None
-    value = facts.tensor(chain.root)
-    size = value.shape[axes[0]] if value is not None else None
+    # A state's size, not the root's: a size that an input leaves open is fixed by the first branch.
+    value = facts.tensor(steps[0].node)
+    size = value.shape[axes[1]] if value is not None else None
     if not isinstance(size, int):
         return None
     return ResidualStream(chain.root, tuple(steps), _reads(chain.root, steps), axes, size)

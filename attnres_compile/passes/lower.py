@@ -26,8 +26,6 @@ from attnres_compile.kernels import cpu, ops
 _MIX = torch.ops.attnres.mix.default
 # What a lowered graph may hold of ours besides the calls that this pass makes.
 _SERVED = frozenset({"attnres::mix", "attnres::mix_backward", "attnres::mix_cpu", "attnres::mix_cpu_backward"})
-# Readers of a source that, besides sites, take it from the last site: block sums. Others may write to it.
-_SUMS = frozenset({operator.add, torch.add, torch.ops.aten.add.Tensor})
 
 
 @dataclass(frozen=True)
@@ -102,27 +100,38 @@ def _native(site: fx.Node) -> bool:
 
 
 def _thread(graph: fx.Graph, sites: list[fx.Node]) -> None:
-    """Make ``sites`` native, each reading its sources through the sites before it."""
-    followers = set(sites) | {node for node in graph.nodes if node.target in _SUMS}
-    for site in sites:
-        query, sources, *options = _arguments(site)
-        with graph.inserting_before(site):
-            call = graph.call_function(cpu.mix_through, (query, list(sources), *options))
-            results = [graph.call_function(operator.getitem, (call, index)) for index in range(len(sources) + 1)]
-        key = "example_value" if "example_value" in site.meta else "val"
-        values = (site.meta.get(key), *(_alias(source) for source in sources))
-        for node, value in ((call, values), *zip(results, values, strict=True)):
-            node.meta.update(site.meta)
-            node.meta[key] = value
-        # What AOTAutograd's cache asks of a function that it does not know.
-        call.meta.update(is_wrapped=True, user_cache_hash=cpu.fingerprint())
-        mixed, *handed_on = results
-        for source, alias in zip(sources, handed_on, strict=True):
-            for user in list(source.users):
-                if user in followers and user > call:
-                    user.replace_input_with(source, alias)
-        site.replace_all_uses_with(mixed)
-        graph.erase_node(site)
+    """Make ``sites`` native, and let every later reader take a source from the last site that had it."""
+    chosen = set(sites)
+    latest: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        # A result stays the tensor that it was: an alias of another is more work for AOTAutograd.
+        if node.op == "output":
+            continue
+        if node in chosen:
+            _replace(graph, node, latest)
+        elif any(source in latest for source in node.all_input_nodes):
+            node.args = fx.map_arg(node.args, lambda source: latest.get(source, source))
+            node.kwargs = fx.map_arg(node.kwargs, lambda source: latest.get(source, source))
+
+
+def _replace(graph: fx.Graph, site: fx.Node, latest: dict[fx.Node, fx.Node]) -> None:
+    """Put a native call in the place of ``site``; enter the sources that it hands on in ``latest``."""
+    query, sources, *options = _arguments(site)
+    taken = [latest.get(source, source) for source in sources]
+    with graph.inserting_before(site):
+        call = graph.call_function(cpu.mix_through, (query, taken, *options))
+        results = [graph.call_function(operator.getitem, (call, index)) for index in range(len(sources) + 1)]
+    key = "example_value" if "example_value" in site.meta else "val"
+    values = (site.meta.get(key), *(_alias(source) for source in sources))
+    for node, value in ((call, values), *zip(results, values, strict=True)):
+        node.meta.update(site.meta)
+        node.meta[key] = value
+    # What AOTAutograd's cache asks of a function that it does not know.
+    call.meta.update(is_wrapped=True, user_cache_hash=cpu.fingerprint())
+    mixed, *handed_on = results
+    latest.update(zip(sources, handed_on, strict=True))
+    site.replace_all_uses_with(mixed)
+    graph.erase_node(site)
 
 
 def _arguments(site: fx.Node) -> tuple[Any, ...]:

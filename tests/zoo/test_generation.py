@@ -36,9 +36,9 @@ def generate(model: nn.Module, inputs: dict[str, Tensor], use_cache: bool) -> tu
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_cache_and_no_cache_agree(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Each length is a new shape until dynamo makes it dynamic, for prompts and for single tokens apart.
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 32)
+# Each length is a new shape until dynamo makes it dynamic, for prompts and for single tokens apart.
+@torch._dynamo.config.patch(recompile_limit=32)
+def test_cache_and_no_cache_agree(family: Family) -> None:
     inputs = example(family, length=9)
     original_tokens, original_logits = generate(prepare(family), inputs, use_cache=True)
     model, queries = convert(family)

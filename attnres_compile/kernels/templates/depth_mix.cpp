@@ -12,6 +12,9 @@
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 
 // Inductor's flags forbid fused multiply-add; here it is wanted.
 #if defined(__clang__)
@@ -26,6 +29,11 @@
 #define BYTES 32
 #else
 #define BYTES 16
+#endif
+
+// Bytes of results from which on they are written past the caches; what is smaller is still there for its reader.
+#ifndef STREAM
+#define STREAM (32 << 20)
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -89,6 +97,24 @@ struct BFloat16 {
         *p = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     }
 };
+
+// A store past the caches, for results larger than they are: the line need not be read first. Whole aligned lines only.
+template <class T, bool stream> INLINE void write(typename T::Store* p, typename T::Vec v) {
+    if constexpr (stream && sizeof(typename T::Store) == sizeof(typename T::Acc)) {
+#if defined(__AVX512F__)
+        __m512i bits;
+        memcpy(&bits, &v, sizeof bits);
+        _mm512_stream_si512((__m512i*)p, bits);
+        return;
+#elif defined(__AVX__)
+        __m256i bits;
+        memcpy(&bits, &v, sizeof bits);
+        _mm256_stream_si256((__m256i*)p, bits);
+        return;
+#endif
+    }
+    T::store(p, v);
+}
 
 // Sum of a register's lanes: quarters of it first, then the lanes of one.
 typedef float float_quad __attribute__((vector_size(16)));
@@ -201,7 +227,7 @@ static void forward_rows(const Shape& shape, const typename T::Acc* query,
 
 // Gradients of the sources, each added to what `have` holds for it, and this thread's share of the query's.
 // A null in `give` is a source whose gradient nobody wants, a null in `have` one with nothing to add to.
-template <class T>
+template <class T, bool stream>
 static void backward_rows(const Shape& shape, const typename T::Store* grad, const typename T::Acc* query,
                           const typename T::Store* const* sources, const typename T::Store* const* have,
                           typename T::Store* const* give, typename T::Acc* query_grad, int64_t first, int64_t last,
@@ -224,6 +250,8 @@ static void backward_rows(const Shape& shape, const typename T::Store* grad, con
         }
         for (; j < width; j++) g[j] = T::get(grad + base + j);
         for (int64_t i = 0; i < n; i++) {
+            if (have[i])
+                for (j = 0; j < width; j += 64 / sizeof(Store)) __builtin_prefetch(have[i] + base + j, 0, 3);
             Acc square;
             products<T, true>(sources[i] + base, query, g, width, dot + i, &square, slope + i);
             rms[i] = Acc(1) / (Acc)sqrt(square / width + (Acc)shape.eps);
@@ -232,6 +260,7 @@ static void backward_rows(const Shape& shape, const typename T::Store* grad, con
         const Acc sum = soften<Acc>(weight, n);
         Acc delta = 0;
         for (int64_t i = 0; i < n; i++) {
+            of_grad[i] = gain * weight[i] / sum;
             weight[i] /= sum;
             slope[i] *= shape.normalized ? gain * rms[i] : gain;
             delta += weight[i] * slope[i];
@@ -239,7 +268,7 @@ static void backward_rows(const Shape& shape, const typename T::Store* grad, con
         for (int64_t i = 0; i < n; i++) {
             const Acc r = rms[i], logit_grad = scale * weight[i] * (slope[i] - delta);
             const Acc cubed = r * r * r / width;
-            of_grad[i] = gain * weight[i] * (shape.normalized ? r : Acc(1));
+            if (shape.normalized) of_grad[i] *= r;
             of_query[i] = logit_grad * r;
             // The value's own normalisation adds <dk, v> = weight * <g, v>; slope holds gain * r * <g, v>.
             of_row[i] = -logit_grad * dot[i] * cubed - (shape.normalized ? weight[i] * slope[i] / r * cubed : Acc(0));
@@ -264,7 +293,7 @@ static void backward_rows(const Shape& shape, const typename T::Store* grad, con
                     for (int k = 0; k < 4; k++) v[k] += T::load(sofar + k * lanes);
                 }
                 if (give[i])
-                    for (int k = 0; k < 4; k++) T::store(give[i] + base + j + k * lanes, v[k]);
+                    for (int k = 0; k < 4; k++) write<T, stream>(give[i] + base + j + k * lanes, v[k]);
             }
             for (int k = 0; k < 4; k++) memcpy(query_grad + j + k * lanes, sums + k, sizeof(Vec));
         }
@@ -321,8 +350,16 @@ static int backward(const Shape& shape, const void* grad, const void* query, con
     Acc* shares = (Acc*)calloc((size_t)shape.threads * width, sizeof(Acc));
     if (!shares) return 1;
     int failed = 0;
-    for (int64_t i = 0; i < shape.sources; i++)
-        if (give[i]) expect(give[i], shape.tokens * width * sizeof(Store));
+    const int64_t bytes = shape.tokens * width * sizeof(Store);
+    int64_t written = 0;
+    bool aligned = width * sizeof(Store) % 64 == 0;
+    for (int64_t i = 0; i < shape.sources; i++) {
+        if (!give[i]) continue;
+        expect(give[i], bytes);
+        written += bytes;
+        aligned &= (uintptr_t)give[i] % 64 == 0;
+    }
+    const bool stream = aligned && written >= STREAM;
 #pragma omp parallel num_threads(shape.threads) if (shape.threads > 1) reduction(| : failed)
     {
         const int64_t team = omp_get_num_threads(), me = omp_get_thread_num();
@@ -332,8 +369,12 @@ static int backward(const Shape& shape, const void* grad, const void* query, con
         if (!scratch)
             failed = 1;
         else
-            backward_rows<T>(shape, (const Store*)grad, (const Acc*)query, (const Store* const*)sources,
-                             (const Store* const*)have, (Store* const*)give, share, first, last, scratch);
+            (stream ? backward_rows<T, true> : backward_rows<T, false>)(
+                shape, (const Store*)grad, (const Acc*)query, (const Store* const*)sources,
+                (const Store* const*)have, (Store* const*)give, share, first, last, scratch);
+#ifdef __AVX__
+        _mm_sfence();
+#endif
         free(scratch);
     }
     Acc* sum = (Acc*)query_grad;
