@@ -10,21 +10,23 @@ import torch
 from torch import fx, nn
 
 from attnres_compile import graphs
-from attnres_compile.capture import capture, graph_break
+from attnres_compile.capture import Capture, capture, capture_owners
 from attnres_compile.config import AttnResConfig
 from attnres_compile.conversion import ConvertedForward
 from attnres_compile.errors import (
     AlreadyCompiledError,
     AlreadyTransformedError,
+    AttnResError,
+    GraphBreakError,
     NoStreamError,
     NotTransformedError,
 )
-from attnres_compile.inputs import as_inputs
+from attnres_compile.inputs import Inputs, as_inputs
 from attnres_compile.parameters import CHILD, Declaration, DepthQueries, converted, late_queries
 from attnres_compile.passes import facts
 from attnres_compile.passes.detect import detect
 from attnres_compile.passes.plan import BlockPlan, plan
-from attnres_compile.passes.streams import Detection, ResidualStream
+from attnres_compile.passes.streams import ResidualStream
 from attnres_compile.report import TransformReport
 from attnres_compile.reporting import build_report, join, refuse_strict
 
@@ -129,13 +131,21 @@ def revert(model: nn.Module) -> nn.Module:
 
     Raises:
         NotTransformedError: the model is not transformed.
+        AttnResError: something wrapped a converted module's ``forward`` since.
     """
     found = list(converted(model))
     if not found:
         raise _not_transformed(model)
+    for path, owner, _ in found:
+        if not isinstance(owner.__dict__.get("forward"), ConvertedForward):
+            raise AttnResError(
+                "the forward of a converted module was wrapped or replaced after transform",
+                module=path,
+                remedy="Undo that first (accelerate: remove_hook_from_module), then revert",
+            )
     for _, owner, _ in found:
         forward = owner.__dict__.pop("forward")
-        if isinstance(forward, ConvertedForward) and forward.previous is not None:
+        if forward.previous is not None:
             owner.__dict__["forward"] = forward.previous
         del owner._modules[CHILD]
     return model
@@ -179,27 +189,48 @@ def _study(model: nn.Module, example_inputs: Any, config: AttnResConfig) -> tupl
     """Trace, detect and plan; nothing is changed."""
     inputs = as_inputs(example_inputs)
     traced = capture(model, inputs)
+    if traced.breaks:
+        return _study_owners(model, inputs, config, traced)
+    (graph,) = traced.graphs
+    detection = detect(graph.graph, config)
+    conversions = [
+        _Conversion(path, plan(tuple(streams), config, path))
+        for path, streams in _by_owner(model, detection.streams).items()
+    ]
+    plans = [each for item in conversions for each in item.plans]
+    prefixes = [item.path for item in conversions for _ in item.plans]
+    return conversions, build_report(detection, plans, config, prefixes)
+
+
+def _by_owner(model: nn.Module, streams: Sequence[ResidualStream]) -> dict[str, list[ResidualStream]]:
+    owners: dict[str, list[ResidualStream]] = {}
+    for stream in streams:
+        owners.setdefault(facts.owner_path(model, [step.node for step in stream.steps]), []).append(stream)
+    return owners
+
+
+def _study_owners(
+    model: nn.Module, inputs: Inputs, config: AttnResConfig, traced: Capture
+) -> tuple[list[_Conversion], TransformReport]:
+    """The model breaks into pieces; a stream in one piece is converted if its owner can be traced as a whole."""
+    paths = [path for graph in traced.graphs for path in _by_owner(model, detect(graph.graph, config).streams)]
+    if not paths:
+        broken = traced.breaks[0]
+        raise GraphBreakError(
+            f"no piece of the model holds a residual stream, and tracing stops: {broken.reason}",
+            where=broken.where,
+            remedy="Remove what breaks the graph (TORCH_LOGS=graph_breaks shows all places)",
+        )
+    conversions: list[_Conversion] = []
     whole = TransformReport(graph_breaks=traced.breaks)
-    conversions: dict[str, _Conversion] = {}
-    for graph in traced.graphs:
+    for path, graph in capture_owners(model, inputs, dict.fromkeys(paths)).items():
         detection = detect(graph.graph, config)
-        by_owner: dict[str, list[ResidualStream]] = {}
-        for stream in detection.streams:
-            by_owner.setdefault(facts.owner_path(model, [s.node for s in stream.steps]), []).append(stream)
-        plans: list[BlockPlan] = []
-        prefixes: list[str] = []
-        for path, streams in by_owner.items():
-            item = _Conversion(path, plan(tuple(streams), config, path))
-            if path not in conversions:
-                conversions[path] = item
-            plans += item.plans
-            prefixes += [path] * len(item.plans)
-        whole = whole.merged(build_report(detection, plans, config, prefixes))
-    if traced.breaks and not conversions:
-        broken = graph_break(model, inputs)
-        if broken is not None:
-            raise broken
-    return list(conversions.values()), whole
+        # Named from the owner, like everything that its own capture sees.
+        plans = plan(detection.streams, config)
+        if plans:
+            conversions.append(_Conversion(path, plans))
+        whole = whole.merged(build_report(detection, plans, config, [path] * len(plans)))
+    return conversions, whole
 
 
 def _convert(owner: nn.Module, item: _Conversion, config: AttnResConfig, part: TransformReport) -> None:
@@ -260,4 +291,4 @@ def _not_transformed(model: nn.Module) -> NotTransformedError:
     )
 
 
-__all__ = ["Detection", "explain", "pseudo_queries", "report", "revert", "rewrite_graph", "transform"]
+__all__ = ["explain", "pseudo_queries", "report", "revert", "rewrite_graph", "transform"]

@@ -12,7 +12,7 @@ import contextvars
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -85,7 +85,7 @@ def copy_graph_module(module: fx.GraphModule) -> fx.GraphModule:
     for old, new in values.items():
         new.meta = dict(old.meta)
         if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = old._dynamo_source
     copied = fx.GraphModule(module, graph)
     copied.meta = dict(module.meta)
     return copied
@@ -163,8 +163,8 @@ def _finish(module: fx.GraphModule, inputs: Sequence[Any], lowering: Lowering) -
         return call
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Callable[..., Any] = compile_fx(module, list(inputs))
-    return compiled
+    compiled: Any = compile_fx(module, list(inputs))
+    return cast(Callable[..., Any], compiled)
 
 
 # ------------------------------------------------------------------ the backends
@@ -253,7 +253,7 @@ def _store(graph: fx.Graph, plans: Sequence[BlockPlan], declaration: Declaration
     key = declaration.config.fingerprint()
     if key in stores:
         stores[key].declaration.check(plans, "")
-        return stores[key]
+        return stores[key].to(anchor.device)
     report = build_report(detection, plans, declaration.config)
     store = DepthQueries(declaration, dtype=anchor.dtype, device=anchor.device, report=report)
     stores[key] = store
@@ -302,7 +302,7 @@ def _append_placeholders(graph: fx.Graph, store: DepthQueries) -> dict[str, Quer
         nonlocal last
         with graph.inserting_after(last):
             last = graph.placeholder(name)
-        last._dynamo_source = None  # type: ignore[attr-defined]
+        last._dynamo_source = None
         last.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
         last.meta["example_value"] = fake_mode.from_tensor(parameter) if fake_mode else parameter
         return last

@@ -6,8 +6,9 @@ random state, buffers, gradients and caches stay as they were, and a model on th
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,40 +57,75 @@ def capture(model: nn.Module, inputs: Inputs) -> Capture:
     """Trace ``model`` on ``inputs``.
 
     Raises:
-        GraphBreakError: dynamo cannot trace any part of the model.
+        CaptureError: dynamo cannot trace the model, for another reason than a graph break.
         Exception: the model's own error, where it rejects the inputs.
     """
     try:
         return Capture((_whole(_Call(model), inputs),))
     except torch._dynamo.exc.Unsupported as error:
-        reason, where = _break(error)
-        broken = GraphBreak(reason, where)
-        origin: Exception = error
+        broken = GraphBreak(*_break(error))
+        # Inputs that the model rejects can look like a graph break: let the model speak first.
+        return Capture(tuple(_Guarded(model, inputs).in_pieces()), (broken,))
+    except CaptureError:
+        raise
     except Exception as error:
-        broken, origin = None, error  # type: ignore[assignment]
-    run = _Guarded(model, inputs)
-    if broken is None:
-        run.eagerly()
+        _Guarded(model, inputs).eagerly()
         raise CaptureError(
-            f"dynamo could not trace {type(model).__name__}: {_first_line(origin)}",
+            f"dynamo could not trace {type(model).__name__}: {_first_line(error)}",
             remedy="The model runs eagerly; TORCH_LOGS=dynamo shows where tracing stops",
-        ) from origin
-    return Capture(tuple(run.in_pieces()), (broken,))
+        ) from error
 
 
-def graph_break(call: Callable[..., Any], inputs: Inputs, module: str = "") -> GraphBreakError | None:
-    """The error for the first graph break of ``call``, or ``None`` where it is one graph."""
+def capture_owners(model: nn.Module, inputs: Inputs, paths: Iterable[str]) -> dict[str, fx.GraphModule]:
+    """Trace some modules of ``model`` as wholes, with the arguments that they get when the model runs.
+
+    The model runs once for it; random state, buffers and inputs are put back.
+
+    Args:
+        paths: paths of the modules.
+
+    Raises:
+        GraphBreakError: tracing stops inside one of them.
+    """
+    graphs: dict[str, fx.GraphModule] = {}
+    with contextlib.ExitStack() as traps:
+        for path in paths:
+            traps.enter_context(_trap(model.get_submodule(path), path, graphs))
+        _Guarded(model, inputs).eagerly()
+    return graphs
+
+
+@contextlib.contextmanager
+def _trap(owner: nn.Module, path: str, graphs: dict[str, fx.GraphModule]) -> Iterator[None]:
+    """While open, the first call of ``owner`` is traced before it runs."""
+    missing = object()
+    saved = owner.__dict__.get("forward", missing)
+    original = owner.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if path not in graphs:
+            owner.__dict__.pop("forward", None)
+            if saved is not missing:
+                owner.__dict__["forward"] = saved
+            try:
+                graphs[path] = _whole(_Call(owner), Inputs(args, kwargs))
+            except torch._dynamo.exc.Unsupported as error:
+                reason, where = _break(error)
+                raise GraphBreakError(
+                    f"a graph break inside a residual stream: {reason}",
+                    module=path,
+                    where=where,
+                    remedy="Remove what breaks the graph, or move it out of the module that owns the stream",
+                ) from error
+        return original(*args, **kwargs)
+
+    owner.__dict__["forward"] = forward
     try:
-        _whole(call, inputs)
-    except torch._dynamo.exc.Unsupported as error:
-        reason, where = _break(error)
-        return GraphBreakError(
-            f"a graph break inside a residual stream: {reason}",
-            module=module,
-            where=where,
-            remedy="Remove what breaks the graph, or move it out of the module that owns the stream",
-        )
-    return None
+        yield
+    finally:
+        owner.__dict__.pop("forward", None)
+        if saved is not missing:
+            owner.__dict__["forward"] = saved
 
 
 def _whole(call: Callable[..., Any], inputs: Inputs) -> fx.GraphModule:
@@ -157,6 +193,7 @@ class _Guarded:
             pieces.append(copy_graph_module(graph))
             return graph.forward
 
+        self.eagerly()
         call = _Call(self.model)
         self._run(lambda args, kwargs: _traced(call, keep, Inputs(args, kwargs), fullgraph=False))
         return pieces

@@ -50,10 +50,13 @@ class ConvertedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():
+            if torch.compiler.is_dynamo_compiling():
+                # dynamo can raise what it can build, and builds no exception with a constructor of its own.
+                raise RuntimeError(_NO_EXPORT)
             _refuse("torch.export")
         if torch.compiler.is_compiling():
             return self.traced(*args, **kwargs)
-        if torch.jit.is_tracing():
+        if torch._C._get_tracing_state() is not None:
             _refuse("torch.jit.trace")
         return self.run(*args, **kwargs)
 
@@ -124,9 +127,11 @@ def _unwrapped(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
             torch.backends.mha.set_fastpath_enabled(True)
 
 
+_REMEDY = (
+    "Export the plain model (attnres_compile.revert), or pass the exported program to attnres_compile.rewrite_graph"
+)
+_NO_EXPORT = f"torch.export cannot carry the depth attention of a transformed model. {_REMEDY}"
+
+
 def _refuse(what: str) -> None:
-    raise PlainExecutionError(
-        f"{what} cannot carry the depth attention of a transformed model",
-        remedy="Export the plain model (attnres_compile.revert), or pass the exported program's graph module to "
-        "attnres_compile.rewrite_graph",
-    )
+    raise PlainExecutionError(f"{what} cannot carry the depth attention of a transformed model", remedy=_REMEDY)

@@ -28,12 +28,13 @@ def with_shapes(
     Raises:
         CaptureError: the graph has no shapes, and no inputs were given to find them.
     """
+    parameters: set[str] = set()
     if isinstance(graph_module, torch.export.ExportedProgram):
         parameters = _lifted(graph_module)
-        graph_module = graph_module.graph_module
+        given: fx.GraphModule = graph_module.graph_module
     else:
-        parameters = {}
-    module = copy_graph_module(graph_module)
+        given = graph_module
+    module = copy_graph_module(given)
     for node in module.graph.nodes:
         if node.op == "placeholder" and parameters:
             node.meta["attnres_parameter"] = node.target in parameters

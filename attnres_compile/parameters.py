@@ -133,9 +133,9 @@ class DepthQueries(nn.Module):
         """All parameters as the declaring op takes them: the queries, then the key norm weights."""
         return [*self.queries().values(), *self.key_norms().values()]
 
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        """Not a layer: it holds parameters."""
-        raise TypeError("DepthQueries holds parameters and computes nothing")
+    def forward(self, value: Any) -> Any:
+        """``value`` itself: a container such as ``nn.Sequential`` calls all its children in turn."""
+        return value
 
     def extra_repr(self) -> str:
         """Number of queries, for ``print(model)``."""

@@ -233,7 +233,7 @@ class _Run:
     notes: tuple[str, ...]
 
 
-class _LowestPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LowestPrecision(TorchDispatchMode):
     """Watches a run: a float64 model whose norms compute in float32 is only as good as float32."""
 
     def __init__(self) -> None:
@@ -242,11 +242,10 @@ class _LowestPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
-            # Numbers without dimensions are constants more often than results.
-            if isinstance(leaf, Tensor) and leaf.ndim and leaf.dtype in _FLOATS:
-                if torch.finfo(leaf.dtype).eps > torch.finfo(self.dtype).eps:
-                    self.dtype = leaf.dtype
+        # Numbers without dimensions are constants more often than results.
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.ndim]
+        dtypes = [leaf.dtype for leaf in leaves if leaf.dtype in _FLOATS]
+        self.dtype = max([self.dtype, *dtypes], key=lambda dtype: torch.finfo(dtype).eps)
         return result
 
 

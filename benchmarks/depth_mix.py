@@ -1,6 +1,6 @@
 """Depth attention of one site on the CPU against a copy of the same bytes and against other ways to write it.
 
-    python benchmarks/depth_mix.py [--sources 9 --tokens 4096 --width 1024 --threads 1 --rounds 9]
+    python benchmarks/depth_mix.py [--sources 9 --tokens 4096 --width 1024 --threads 1 --rounds 11]
 
 All variants take turns, so that a busy machine slows them alike; figures are medians in milliseconds. Each variant's
 numbers are first checked against the definition in float64. Exit code 1: a required ratio does not hold.
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per source")
     parser.add_argument("--width", type=int, default=1024, help="features per token")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--rounds", type=int, default=9, help="timed rounds; the median counts")
+    parser.add_argument("--rounds", type=int, default=11, help="timed rounds; the median counts")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     problem = Problem.make(options.sources, options.tokens, options.width)

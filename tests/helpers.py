@@ -82,7 +82,7 @@ def _fan_in(module: nn.Module, weight: Tensor) -> int:
     return weight.shape[-1]
 
 
-def randomize_queries(queries: Mapping[str, Tensor], seed: int = 1, std: float = 0.5) -> None:
+def randomize_queries(queries: Mapping[Any, Tensor], seed: int = 1, std: float = 0.5) -> None:
     """Set every pseudo-query to its own random value, in place."""
     generator = seeded(seed)
     with torch.no_grad():

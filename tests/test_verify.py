@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from attnres_compile import api
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError
-from attnres_compile.verify import GRADIENT_FLOOR, randomise_, verify
+from attnres_compile.verify import randomise_, verify
+
+verification = sys.modules["attnres_compile.verify"]
 
 Change = Callable[[nn.Module], None]
 
@@ -143,7 +146,9 @@ def test_a_lost_gradient_is_seen(rewrite: Callable[[Change], None]) -> None:
     assert "first.bias exists in only one of the two" in found.notes
 
 
-def test_gradients_that_are_zero_but_for_rounding_do_not_count(rewrite: Callable[[Change], None]) -> None:
+def test_gradients_that_are_zero_but_for_rounding_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, rewrite: Callable[[Change], None]
+) -> None:
     class Softmaxed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -153,16 +158,19 @@ def test_gradients_that_are_zero_but_for_rounding_do_not_count(rewrite: Callable
         def forward(self, x: Tensor) -> Tensor:
             return torch.softmax(self.linear(x) + self.shift, -1)
 
-    def permuted(model: nn.Module) -> None:
+    def other_softmax(model: nn.Module) -> None:
         def forward(x: Tensor) -> Tensor:
-            return torch.softmax((model.linear(x) + model.shift).flip(-1), -1).flip(-1)
+            return torch.log_softmax(model.linear(x) + model.shift, -1).exp()
 
         model.forward = forward
 
-    rewrite(permuted)
-    found = verify(Softmaxed(), torch.randn(512, 6))
-    assert GRADIENT_FLOOR > 0
-    assert found.holds
+    rewrite(other_softmax)
+    x = torch.randn(512, 6)
+    assert verify(Softmaxed(), x).holds
+    monkeypatch.setattr(verification, "GRADIENT_FLOOR", 0.0)
+    found = verify(Softmaxed(), x)
+    assert not found.holds
+    assert found.worst_gradient == "shift"
 
 
 def test_nothing_of_the_user_changes(rewrite: Callable[[Change], None]) -> None:

@@ -23,6 +23,7 @@ from attnres_compile.cli.options import takes_config
 from attnres_compile.cli.target import Target, arguments_of, load_target, user_code
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError, CaptureError, NoStreamError
+from attnres_compile.reporting import refuse_strict
 from attnres_compile.verify import verify as compare
 from attnres_compile.version import __version__
 
@@ -82,20 +83,25 @@ def inspect(
 ) -> None:
     """Show what would be converted: streams, blocks, sites, and why every other add is left alone.
 
-    Changes nothing. Exit code 1 when no residual stream can be converted.
+    Changes nothing. Exit code 1 when no residual stream can be converted, or with --strict when one cannot.
     """
+    failure = None
     with output.stdout_to_stderr():
         loaded = load_target(target, input or ())
         with _blame(loaded):
             try:
                 report = api.explain(loaded.model, loaded.inputs, config)
+                if config.strict:
+                    refuse_strict(report.rejections, report)
             except NoStreamError as error:
-                report = error.report
+                report, failure = error.report, error
     if json:
         output.show_json(report.to_dict())
     else:
         output.show(render.report(report, loaded.name, everything))
-    raise typer.Exit(0 if report.streams else 1)
+    if failure is not None:
+        output.show_error(str(failure))
+    raise typer.Exit(0 if report.streams and failure is None else 1)
 
 
 @app.command()
@@ -138,6 +144,7 @@ def _nothing_to_verify(loaded: Target, failure: NoStreamError, json: bool) -> No
         output.show_json({"holds": False, "message": str(failure), "report": failure.report.to_dict()})
     else:
         output.show(render.report(failure.report, loaded.name))
+    output.show_error(str(failure))
 
 
 @contextlib.contextmanager

@@ -169,7 +169,7 @@ def _run_script(place: str) -> ModuleType:
 def _module_name(path: Path) -> str:
     """The script's own name, unless that means another module (a script may be called torch.py)."""
     stem = path.stem
-    if stem.isidentifier() and stem not in sys.modules:
+    if stem.isidentifier():
         with contextlib.suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(stem)
             if spec is None or spec.origin == str(path):

@@ -102,10 +102,12 @@ def owner_path(model: torch.nn.Module, nodes: Iterable[fx.Node]) -> str:
             common = common[: min(len(common), len(entries)) if length is None else length]
     for _, path in reversed(common or []):
         try:
-            model.get_submodule(path)
+            module = model.get_submodule(path)
         except AttributeError:
             continue
-        return path
+        # A Sequential would take what is added to it for one more layer; whoever calls it will do.
+        if not isinstance(module, torch.nn.Sequential):
+            return path
     return ""
 
 

@@ -110,8 +110,8 @@ def _thread(graph: fx.Graph, sites: list[fx.Node]) -> None:
         if node in chosen:
             _replace(graph, node, latest)
         elif any(source in latest for source in node.all_input_nodes):
-            node.args = fx.map_arg(node.args, lambda source: latest.get(source, source))
-            node.kwargs = fx.map_arg(node.kwargs, lambda source: latest.get(source, source))
+            node.args = fx.node.map_arg(node.args, lambda source: latest.get(source, source))
+            node.kwargs = fx.node.map_arg(node.kwargs, lambda source: latest.get(source, source))
 
 
 def _replace(graph: fx.Graph, site: fx.Node, latest: dict[fx.Node, fx.Node]) -> None:

@@ -140,7 +140,9 @@ class _Surgery:
                 if any(carrier in reader.all_input_nodes for reader in site.readers):
                     for node in carriers[: carriers.index(carrier) + 1]:
                         if node not in twins:
-                            twins[node] = self._twin(node, before, twins[before])
+                            # Where the carrier stands all its operands are there, and none of its readers yet.
+                            with self.graph.inserting_after(node):
+                                twins[node] = self._twin(node, before, twins[before])
                         before = node
             for reader in site.readers:
                 for old, new in twins.items():

@@ -77,8 +77,8 @@ def test_threads(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_large_results() -> None:
-    """Past the size at which large pages are asked for."""
-    grad, query, sources = problem(2, (1100, 1024), torch.float32)
+    """Past the sizes at which large pages are asked for and at which results are written past the caches."""
+    grad, query, sources = problem(2, (4200, 1024), torch.float32)
     found = torch.ops.attnres.mix_cpu_backward(grad, query, sources, [], [cpu.FRESH] * 2, *OPTIONS)
     wanted = plain.mix_backward(grad, query, sources, *OPTIONS)
     for value, expected in zip(found, wanted, strict=True):

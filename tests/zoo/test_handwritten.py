@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tests.helpers import (
     TOLERANCE,
+    Run,
     gradient_error,
     main_output,
     outputs_and_gradients,
@@ -20,9 +22,6 @@ from tests.helpers import (
 from tests.zoo.families import BY_NAME
 from tests.zoo.handwritten import FORWARDS, Depth, Queries
 from tests.zoo.support import convert, example, original_parameters, prepare
-
-# Random queries make softmax weights of every size; float64 leaves room for nothing but rounding.
-HAND_TOLERANCE = {torch.float32: TOLERANCE[torch.float32], torch.float64: 1e-10}
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -85,70 +84,81 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "variant"), cases())
 def test_equals_the_handwritten_model(name: str, variant: str) -> None:
-    compare(name, variant, torch.float64)
+    got, want = ours_and_handwritten(name, variant, torch.float64)
+    assert relative_error(got.outputs, want.outputs) <= 1e-10
+    assert gradient_error(got.gradients, want.gradients) <= 1e-10
 
 
 @pytest.mark.parametrize(("name", "variant"), [("llama", "remainder"), ("gptj", "sum"), ("t5", "remainder")])
 def test_equals_the_handwritten_model_in_float32(name: str, variant: str) -> None:
-    compare(name, variant, torch.float32)
+    """As near to the exact values as float32 allows.
+
+    Random queries make sharp choices, and T5's unscaled attention makes more: there the handwritten model's own
+    float32 gradients are 4e-5 from its float64 ones, and no other order of the same sums can be held to less.
+    """
+    exact = handwritten(name, variant, torch.float64)
+    got, want = ours_and_handwritten(name, variant, torch.float32)
+    allowed = max(TOLERANCE[torch.float32], 3 * relative_error(want.outputs, exact.outputs))
+    assert relative_error(got.outputs, exact.outputs) <= allowed < 1e-4
+    allowed = max(TOLERANCE[torch.float32], 3 * gradient_error(want.gradients, exact.gradients))
+    assert gradient_error(got.gradients, exact.gradients) <= allowed < 2e-4
 
 
-def compare(name: str, variant: str, dtype: torch.dtype) -> None:
-    """Outputs and all gradients, of weights and queries alike."""
+def ours_and_handwritten(name: str, variant: str, dtype: torch.dtype) -> tuple[Run, Run]:
+    """Outputs and all gradients, of weights and queries alike, of both models."""
     family = BY_NAME[name]
-    depth, options = VARIANTS[variant]
-    inputs = example(family, dtype)
-    model, queries = convert(family, dtype, **{"gain": "mean", **options})
-    randomize_queries(queries)
-    key_weights = randomize_key_weights(model, family_names(name), queries)
-
-    # A twin of its own: nothing that conversion did to the first model can reach it.
-    twin = prepare(family, dtype)
-    hand = Queries(
-        [copy_of(query) for query in queries.values()],
-        [copy_of(weight) for weight in key_weights] if key_weights else None,
-    )
-    want = outputs_and_gradients(
-        lambda **kw: FORWARDS[name](twin, kw, depth, fresh(hand)),
-        named(dict(twin.named_parameters()), hand.values, hand.key_weights or []),
-        inputs,
-    )
-    before = family_names(name)
+    model, queries = convert(family, dtype, **{"gain": "mean", **VARIANTS[variant][1]})
+    before = {key for key, _ in family.build().named_parameters()}
+    key_weights = [
+        parameter
+        for key, parameter in model.named_parameters()
+        if key not in before and not any(parameter is query for query in queries.values())
+    ]
+    assert len(key_weights) == (len(queries) if variant == "key_norm" else 0)
+    assert all(torch.equal(weight, torch.ones_like(weight)) for weight in key_weights), "a key norm starts with ones"
+    randomize_added(queries, key_weights)
     originals = {key: value for key, value in original_parameters(model, queries).items() if key in before}
     got = outputs_and_gradients(
-        lambda **kw: main_output(model(**kw)), named(originals, list(queries.values()), key_weights), inputs
+        lambda **kw: main_output(model(**kw)),
+        named(originals, list(queries.values()), key_weights),
+        example(family, dtype),
     )
-    assert relative_error(got.outputs, want.outputs) <= HAND_TOLERANCE[dtype]
-    assert gradient_error(got.gradients, want.gradients) <= HAND_TOLERANCE[dtype]
+    return got, handwritten(name, variant, dtype)
 
 
-def family_names(name: str) -> set[str]:
-    """Parameter names of the unconverted model."""
-    return {key for key, _ in BY_NAME[name].build().named_parameters()}
+def handwritten(name: str, variant: str, dtype: torch.dtype) -> Run:
+    """The same of the handwritten model, on weights that no conversion has touched."""
+    family = BY_NAME[name]
+    depth, _ = VARIANTS[variant]
+    twin = prepare(family, dtype)
+    # A value that two modules read through a norm each is two sites where each reader has a query of its own.
+    readers = 2 if depth.per_reader and name == "gpt_neox_parallel" else 1
+    widths = []
+    for sublayers, width in zip(family.sublayers, family.feature_dims, strict=True):
+        widths += [width] * (readers * (sublayers - 1) + 1)
+    values = [torch.zeros(width, dtype=dtype, requires_grad=True) for width in widths]
+    key_weights = [torch.ones(width, dtype=dtype, requires_grad=True) for width in widths]
+    key_weights = key_weights if variant == "key_norm" else []
+    randomize_added(dict(enumerate(values)), key_weights)
+
+    def forward(**inputs: Tensor) -> Tensor:
+        queries = Queries(values, key_weights or None)
+        result = FORWARDS[name](twin, inputs, depth, queries)
+        queries.check_all_used()
+        return result
+
+    return outputs_and_gradients(
+        forward, named(dict(twin.named_parameters()), values, key_weights), example(family, dtype)
+    )
 
 
-def randomize_key_weights(model: Any, before: set[str], queries: dict[str, Any]) -> list[Tensor]:
-    """The weights of key norms, in the order of their queries: what conversion added besides those."""
-    known = {id(query) for query in queries.values()}
-    added = [
-        parameter for key, parameter in model.named_parameters() if key not in before and id(parameter) not in known
-    ]
+def randomize_added(queries: Mapping[Any, Tensor], key_weights: Sequence[Tensor]) -> None:
+    """The same values for the same numbers of queries and key norm weights."""
+    randomize_queries(queries)
     generator = seeded(5)
     with torch.no_grad():
-        for weight in added:
-            assert torch.equal(weight, torch.ones_like(weight)), "a key norm starts with ones"
+        for weight in key_weights:
             weight.copy_(0.5 + torch.rand(weight.shape, generator=generator, dtype=torch.float64))
-    assert len(added) in (0, len(queries))
-    return added
-
-
-def copy_of(parameter: Tensor) -> Tensor:
-    return parameter.detach().clone().requires_grad_()
-
-
-def fresh(queries: Queries) -> Queries:
-    queries.used = 0
-    return queries
 
 
 def named(parameters: dict[str, Tensor], queries: list[Tensor], key_weights: list[Tensor]) -> dict[str, Tensor]:

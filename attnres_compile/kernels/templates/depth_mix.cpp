@@ -36,6 +36,9 @@
 #define STREAM (32 << 20)
 #endif
 
+// Tokens whose shares of the query's gradient are added up before they join the sum.
+#define PART 64
+
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float floats __attribute__((vector_size(BYTES)));
@@ -364,14 +367,17 @@ static int backward(const Shape& shape, const void* grad, const void* query, con
     {
         const int64_t team = omp_get_num_threads(), me = omp_get_thread_num();
         const int64_t first = shape.tokens * me / team, last = shape.tokens * (me + 1) / team;
-        Acc* scratch = (Acc*)malloc(sizeof(Acc) * (7 * shape.sources + width));
-        Acc* share = shares + me * width;
-        if (!scratch)
-            failed = 1;
-        else
+        Acc* scratch = (Acc*)malloc(sizeof(Acc) * (7 * shape.sources + 2 * width));
+        Acc *share = shares + me * width, *part = scratch + 7 * shape.sources + width;
+        failed = !scratch;
+        // The query's gradient is a sum over all tokens: in parts, so that rounding grows with the root of their number.
+        for (int64_t t = first; t < last && scratch; t += PART) {
+            memset(part, 0, sizeof(Acc) * width);
             (stream ? backward_rows<T, true> : backward_rows<T, false>)(
                 shape, (const Store*)grad, (const Acc*)query, (const Store* const*)sources,
-                (const Store* const*)have, (Store* const*)give, share, first, last, scratch);
+                (const Store* const*)have, (Store* const*)give, part, t, t + PART < last ? t + PART : last, scratch);
+            for (int64_t j = 0; j < width; j++) share[j] += part[j];
+        }
 #ifdef __AVX__
         _mm_sfence();
 #endif
