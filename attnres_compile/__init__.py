@@ -29,6 +29,7 @@ from attnres_compile.errors import (
     PlanMismatchError,
     RejectedStreamError,
 )
+from attnres_compile.exactness import Exactness, verify
 from attnres_compile.inputs import Inputs
 from attnres_compile.passes.streams import Reason
 from attnres_compile.report import TransformReport
@@ -41,6 +42,7 @@ __all__ = [
     "AttnResError",
     "CaptureError",
     "ConfigError",
+    "Exactness",
     "GraphBreakError",
     "Inputs",
     "InputsError",
@@ -59,4 +61,5 @@ __all__ = [
     "revert",
     "rewrite_graph",
     "transform",
+    "verify",
 ]

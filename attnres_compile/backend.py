@@ -74,8 +74,14 @@ def _counted(call: Callable[..., Any], sites: int) -> Callable[..., Any]:
 # ------------------------------------------------------------------ graphs
 
 
-def copy_graph_module(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph module with a graph of its own over the same parameters; dynamo goes on reading the original's."""
+def copy_graph_module(module: fx.GraphModule, model: nn.Module | None = None) -> fx.GraphModule:
+    """A graph module with a graph of its own over the same parameters; dynamo goes on reading the original's.
+
+    Args:
+        module: the graph module.
+        model: where given, nodes name the modules they come from by their paths in it. dynamo names a module by the
+            way it got there, which wrappers and closures change.
+    """
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(module.graph, values)
@@ -88,7 +94,25 @@ def copy_graph_module(module: fx.GraphModule) -> fx.GraphModule:
             new._dynamo_source = old._dynamo_source
     copied = fx.GraphModule(module, graph)
     copied.meta = dict(module.meta)
+    if model is not None:
+        _name_modules(graph, model)
     return copied
+
+
+def _name_modules(graph: fx.Graph, model: nn.Module) -> None:
+    # dynamo keys the module stack by the module's id, with a suffix from the second call on.
+    paths = {str(id(module)): path for path, module in reversed(list(model.named_modules()))}
+    renamed: dict[int, dict[str, Any]] = {}
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if not stack:
+            continue
+        if id(stack) not in renamed:
+            renamed[id(stack)] = {
+                key: (paths.get(key.partition("@")[0], facts.clean_path(entry[0])), *entry[1:])
+                for key, entry in stack.items()
+            }
+        node.meta["nn_module_stack"] = renamed[id(stack)]
 
 
 @dataclass(frozen=True)
@@ -173,11 +197,12 @@ def _finish(module: fx.GraphModule, inputs: Sequence[Any], lowering: Lowering) -
 class ConvertedBackend:
     """Compiles what a converted module runs when it is called by itself."""
 
-    def __init__(self, lowering: Lowering) -> None:
+    def __init__(self, owner: nn.Module, lowering: Lowering) -> None:
+        self.owner = owner
         self.lowering = lowering
 
     def __call__(self, module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        module = copy_graph_module(module)
+        module = copy_graph_module(module, self.owner)
         sites = rewrite_declared(module.graph)
         return _counted(_finish(module, example_inputs, self.lowering), sites)
 

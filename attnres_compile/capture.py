@@ -61,7 +61,7 @@ def capture(model: nn.Module, inputs: Inputs) -> Capture:
         Exception: the model's own error, where it rejects the inputs.
     """
     try:
-        return Capture((_whole(_Call(model), inputs),))
+        return Capture((_whole(model, inputs),))
     except torch._dynamo.exc.Unsupported as error:
         broken = GraphBreak(*_break(error))
         # Inputs that the model rejects can look like a graph break: let the model speak first.
@@ -108,7 +108,7 @@ def _trap(owner: nn.Module, path: str, graphs: dict[str, fx.GraphModule]) -> Ite
             if saved is not missing:
                 owner.__dict__["forward"] = saved
             try:
-                graphs[path] = _whole(_Call(owner), Inputs(args, kwargs))
+                graphs[path] = _whole(owner, Inputs(args, kwargs))
             except torch._dynamo.exc.Unsupported as error:
                 reason, where = _break(error)
                 raise GraphBreakError(
@@ -128,12 +128,12 @@ def _trap(owner: nn.Module, path: str, graphs: dict[str, fx.GraphModule]) -> Ite
             owner.__dict__["forward"] = saved
 
 
-def _whole(call: Callable[..., Any], inputs: Inputs) -> fx.GraphModule:
+def _whole(model: nn.Module, inputs: Inputs) -> fx.GraphModule:
     def stop(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        raise _Stop(copy_graph_module(graph))
+        raise _Stop(copy_graph_module(graph, model))
 
     try:
-        _traced(call, stop, inputs, fullgraph=True)
+        _traced(_Call(model), stop, inputs, fullgraph=True)
     except Exception as error:
         found = _stop_inside(error)
         if found is None:
@@ -190,7 +190,7 @@ class _Guarded:
         pieces: list[fx.GraphModule] = []
 
         def keep(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
-            pieces.append(copy_graph_module(graph))
+            pieces.append(copy_graph_module(graph, self.model))
             return graph.forward
 
         self.eagerly()

@@ -107,7 +107,7 @@ class AttnResConfig:
     def scale_for(self, feature_dim: int) -> float:
         """The factor on the logits for sources of ``feature_dim`` features."""
         if self.logit_scale == "rsqrt_dim":
-            return float(feature_dim) ** -0.5
+            return 1.0 / math.sqrt(feature_dim)
         return float(self.logit_scale)
 
     def to_dict(self) -> dict[str, Any]:

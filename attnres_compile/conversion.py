@@ -75,7 +75,7 @@ class ConvertedForward:
         assert isinstance(queries, DepthQueries)
         if self._compiled is None:
             lowering = queries.declaration.config.lowering
-            self._compiled = torch.compile(_own_code(self), backend=backend.ConvertedBackend(lowering))
+            self._compiled = torch.compile(_own_code(self), backend=backend.ConvertedBackend(self.owner, lowering))
         with backend.counting() as tally:
             result = _unwrapped(self._compiled, args, kwargs)
         expected = len(queries.declaration.sites)

@@ -7,7 +7,8 @@ numbers are first checked against the definition in float64. Exit code 1: a requ
 
 - copy: the sources copied into tensors that are there already; for forward + backward 3N + 3 tensors of that size,
   which is the least that the two directions must move (docs/method.md).
-- stacked: the definition (``kernels/reference.py``), which stacks the sources.
+- stacked: the sources stacked into one tensor and contracted with ``einsum``, as the paper lists it and as models that
+  use the method are written.
 - straight line: ``attnres::mix`` opened up by Inductor into code over the list of sources.
 - native: ``attnres::mix`` lowered to the compiled kernels, run by Inductor.
 """
@@ -64,7 +65,10 @@ def variants(problem: Problem) -> dict[str, Mix]:
     gain = float(len(problem.sources))
 
     def stacked(query: Tensor, sources: list[Tensor]) -> Tensor:
-        return reference.mix(query, sources, -1, EPS, gain, SCALE)
+        values = torch.stack(sources)
+        keys = torch.nn.functional.rms_norm(values, values.shape[-1:], eps=EPS)
+        weights = torch.einsum("d,ntd->nt", query, keys).mul(SCALE).softmax(0)
+        return gain * torch.einsum("nt,ntd->td", weights, values)
 
     def operator(query: Tensor, sources: list[Tensor]) -> Tensor:
         mixed: Tensor = torch.ops.attnres.mix(query, sources, -1, EPS, gain, SCALE, False)

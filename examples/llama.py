@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnres_compile as ac
-from attnres_compile.verify import verify
+from attnres_compile.exactness import verify
 
 torch.manual_seed(0)
 model = LlamaForCausalLM(

@@ -24,7 +24,7 @@ from attnres_compile.cli.target import Target, arguments_of, load_target, user_c
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError, CaptureError, NoStreamError
 from attnres_compile.reporting import refuse_strict
-from attnres_compile.verify import verify as compare
+from attnres_compile.exactness import verify as compare
 from attnres_compile.version import __version__
 
 

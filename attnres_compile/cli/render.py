@@ -13,7 +13,7 @@ from rich.text import Text
 from attnres_compile.cli import collapse
 from attnres_compile.cli.output import short_path
 from attnres_compile.report import GraphBreak, LeftAlone, Site, Stream, Sublayer, TransformReport
-from attnres_compile.verify import Exactness
+from attnres_compile.exactness import Exactness
 
 # Rows of a table that are shown without --all, and places that are named per reason.
 FEW_ROWS = 24

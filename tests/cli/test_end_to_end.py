@@ -95,12 +95,17 @@ def test_no_stream(script: str) -> None:
 def test_strict_refuses_a_stream_left_alone(script: str) -> None:
     with open(script, "a") as file:
         file.write(
+            "class PostNorm(Block):\n"
+            "    def forward(self, x):\n"
+            "        x = self.norm(x + self.mixer(x))\n"
+            "        return self.norm(x + self.mlp(x))\n"
             "class Two(nn.Module):\n"
             "    def __init__(self):\n"
             "        super().__init__()\n"
-            "        self.long, self.short = Net(4), Net(1)\n"
+            "        self.pre, self.post = Net(4), Net(4)\n"
+            "        self.post.blocks = nn.ModuleList(PostNorm() for _ in range(4))\n"
             "    def forward(self, ids):\n"
-            "        return self.long(ids), self.short(ids)\n"
+            "        return self.pre(ids), self.post(ids)\n"
         )
     assert run("inspect", f"{script}:Two")[0] == 0
     for command in ("inspect", "verify"):

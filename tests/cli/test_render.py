@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from attnres_compile.cli import render
 from attnres_compile.cli.output import short_path
 from attnres_compile.report import GraphBreak, Site, TransformReport
-from attnres_compile.verify import Exactness
+from attnres_compile.exactness import Exactness
 
 
 def lines(renderable: RenderableType, width: int = 80) -> list[str]:

@@ -123,9 +123,9 @@ CONVERTED: tuple[Family, ...] = (
     Family("vit", vision.vit, image_inputs("pixel_values", 3, 20), (8,), (36,), dropout=True),
     Family("dinov2", vision.dinov2, image_inputs("pixel_values", 3, 20), (8,), (36,)),
     # A stage is a stream of its own: the patch merging between two of them changes width and length.
-    Family("swin", vision.swin, image_inputs("pixel_values", 3, 32), (4, 4, 4), (12, 24, 48)),
+    Family("swin", vision.swin, image_inputs("pixel_values", 3, 32), (4, 4, 4), (12, 24, 48), dropout=True),
     # One branch per ConvNeXt layer; features are dimension 1 of NCHW.
-    Family("convnext", vision.convnext, image_inputs("pixel_values", 3, 32), (3, 4, 3), (10, 14, 22)),
+    Family("convnext", vision.convnext, image_inputs("pixel_values", 3, 32), (3, 4, 3), (10, 14, 22), dropout=True),
     Family("torch_encoder_norm_first", plain.encoder_norm_first, feature_inputs("src", 36), (8,), (36,)),
     Family("nanogpt", plain.nanogpt, token_inputs, (8,), (40,), dropout=True),
 )

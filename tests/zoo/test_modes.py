@@ -30,7 +30,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("dropout", "attention_dropout", "activation_dropout", "attn_pdrop"):
+        for name in ("dropout", "attention_dropout", "activation_dropout", "attn_pdrop", "drop_prob"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model

@@ -25,14 +25,20 @@ def dinov2() -> nn.Module:
 def swin() -> nn.Module:
     config = tf.SwinConfig(
         image_size=32, patch_size=2, embed_dim=12, depths=[2, 2, 2], num_heads=[2, 3, 4], window_size=4,
-        mlp_ratio=2.0, drop_path_rate=0.0, num_labels=7,
+        mlp_ratio=2.0, drop_path_rate=0.2, hidden_dropout_prob=0.1, num_labels=7,
     )  # fmt: skip
     return tf.SwinForImageClassification._from_config(config, attn_implementation="sdpa").eval()
 
 
 def convnext() -> nn.Module:
     config = tf.ConvNextConfig(
-        num_stages=3, hidden_sizes=[10, 14, 22], depths=[3, 4, 3], patch_size=2, image_size=32, num_labels=7
+        num_stages=3,
+        hidden_sizes=[10, 14, 22],
+        depths=[3, 4, 3],
+        patch_size=2,
+        image_size=32,
+        drop_path_rate=0.2,
+        num_labels=7,
     )
     return tf.ConvNextForImageClassification(config).eval()
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from attnres_compile import api
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError
-from attnres_compile.verify import randomise_, verify
+from attnres_compile.exactness import randomise_, verify
 
-verification = sys.modules["attnres_compile.verify"]
+verification = sys.modules["attnres_compile.exactness"]
 
 Change = Callable[[nn.Module], None]
 
