@@ -25,7 +25,8 @@ from attnres_compile.passes import facts
 from attnres_compile.passes.detect import detect
 from attnres_compile.passes.plan import BlockPlan, plan
 from attnres_compile.passes.rewrite import QueryNodes, rewrite
-from attnres_compile.passes.streams import Detection, ResidualStream
+from attnres_compile.passes.streams import ResidualStream
+from attnres_compile.report import TransformReport
 from attnres_compile.reporting import build_report, refuse_strict
 from attnres_compile.version import __version__
 
@@ -258,33 +259,40 @@ def _late(module: fx.GraphModule, inputs: list[Any], config: AttnResConfig) -> C
                 stacklevel=2,
             )
         return _finish(module, inputs, config.lowering)
-    store = _store(module.graph, plans, declaration, detection)
-    queries = _append_placeholders(module.graph, store)
+    anchor = _anchor(module.graph, plans[0].stream)
+    report = build_report(detection, plans, config)
+    sample = DepthQueries(declaration)
+    queries = _append_placeholders(module.graph, sample, anchor.like)
     rewrite(module.graph, plans, queries, config)
-    extra = store.tensors()
+    extra = [nn.Parameter(q.to(anchor.like)) for q in sample.tensors()]
     compiled = _finish(module, [*inputs, *extra], config.lowering)
+    # One model or many may run this code: dynamo does not tell models of one class apart. Looked up at each call.
+    _store(anchor.like, declaration, report)
 
     def run(*args: Any) -> Any:
-        # Looked up at each call: a later load_state_dict(assign=True) may have put others in their place.
-        return compiled(*args, *store.tensors())
+        return compiled(*args, *_store(args[anchor.index], declaration, report).tensors())
 
     return _counted(run, len(declaration.sites))
 
 
-def _store(graph: fx.Graph, plans: Sequence[BlockPlan], declaration: Declaration, detection: Detection) -> DepthQueries:
-    """The queries of this graph's streams: those made at an earlier compilation, or new ones."""
-    anchor = _lasting_parameter(graph)
-    stores: dict[str, DepthQueries] = getattr(anchor, LATE, None) or {}
+def _store(anchor: torch.Tensor, declaration: Declaration, report: TransformReport) -> DepthQueries:
+    """The queries kept by a model's own weight: those of an earlier call or compilation, or new ones.
+
+    Raises:
+        PlanMismatchError: an earlier compilation of this model found other sites.
+    """
+    stores: dict[str, DepthQueries] | None = getattr(anchor, LATE, None)
+    if stores is None:
+        stores = {}
+        setattr(anchor, LATE, stores)
     key = declaration.config.fingerprint()
-    if key in stores:
-        stores[key].declaration.check(plans, "")
-        return stores[key].to(anchor.device)
-    report = build_report(detection, plans, declaration.config)
-    store = DepthQueries(declaration, dtype=anchor.dtype, device=anchor.device, report=report)
-    stores[key] = store
-    setattr(anchor, LATE, stores)
-    _warn_late()
-    return store
+    if key not in stores:
+        stores[key] = DepthQueries(declaration, dtype=anchor.dtype, device=anchor.device, report=report)
+        _warn_late()
+    store = stores[key]
+    if store.declaration != declaration:
+        store.declaration.refuse(declaration, "")
+    return store if store.token.device == anchor.device else store.to(anchor.device)
 
 
 _WARNED = False
@@ -303,20 +311,37 @@ def _warn_late() -> None:
     )
 
 
-def _lasting_parameter(graph: fx.Graph) -> nn.Parameter:
-    """The first matrix of the model in the graph, as the object that the user's model holds."""
+@dataclass(frozen=True)
+class _Anchor:
+    """The weight of the user's model that late queries are kept by: which input it is, and the object itself."""
+
+    index: int
+    like: nn.Parameter
+
+
+def _anchor(graph: fx.Graph, stream: ResidualStream) -> _Anchor:
+    """The first matrix that the stream's branches use.
+
+    Raises:
+        ConfigError: the graph takes none as an input.
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    started = False
     for node in graph.nodes:
-        argument = node.meta.get("grapharg")
-        value = getattr(argument, "example", None) if node.op == "placeholder" else None
-        if isinstance(value, nn.Parameter) and value.dim() >= 2:
-            return value
+        started = started or stream.root in node.all_input_nodes
+        if not started:
+            continue
+        for operand in node.all_input_nodes:
+            value = getattr(operand.meta.get("grapharg"), "example", None) if operand.op == "placeholder" else None
+            if isinstance(value, nn.Parameter) and value.dim() >= 2:
+                return _Anchor(inputs.index(operand), value)
     raise ConfigError(
         "a residual stream without a parameter of the model to keep its queries by",
         remedy="Use attnres_compile.transform on the module instead of compiling a function",
     )
 
 
-def _append_placeholders(graph: fx.Graph, store: DepthQueries) -> dict[str, QueryNodes]:
+def _append_placeholders(graph: fx.Graph, store: DepthQueries, like: torch.Tensor) -> dict[str, QueryNodes]:
     """Inputs for the queries behind the graph's own, marked as dynamo marks parameters."""
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     fake_mode = next(
@@ -329,7 +354,8 @@ def _append_placeholders(graph: fx.Graph, store: DepthQueries) -> dict[str, Quer
             last = graph.placeholder(name)
         last._dynamo_source = None
         last.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-        last.meta["example_value"] = fake_mode.from_tensor(parameter) if fake_mode else parameter
+        value = nn.Parameter(parameter.to(like))
+        last.meta["example_value"] = fake_mode.from_tensor(value) if fake_mode else value
         return last
 
     sites = {site: add(f"attnres_{store.keys[site]}", q) for site, q in store.queries().items()}

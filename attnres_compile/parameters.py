@@ -58,7 +58,14 @@ class Declaration:
         Raises:
             PlanMismatchError: sites are missing, or there are others.
         """
-        found = Declaration.of(plans, self.config)
+        self.refuse(Declaration.of(plans, self.config), where)
+
+    def refuse(self, found: Declaration, where: str) -> None:
+        """Raise if ``found`` names other sites than this declaration.
+
+        Raises:
+            PlanMismatchError: it does.
+        """
         here, there = dict(zip(found.sites, found.dims, strict=True)), dict(zip(self.sites, self.dims, strict=True))
         if here == there:
             return

@@ -177,7 +177,7 @@ def test_jit_trace_raises(model: nn.Module) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_jit_script_raises(model: nn.Module) -> None:
-    with pytest.raises(Exception):  # noqa: B017 - whatever TorchScript says of an object it cannot compile
+    with pytest.raises((RuntimeError, NotImplementedError, torch.jit.frontend.NotSupportedError)):
         torch.jit.script(model)
 
 
@@ -212,7 +212,7 @@ def test_converted_modules_do_not_share_one_recompile_limit() -> None:
 
 
 def test_suppressed_errors_still_run_it(model: nn.Module) -> None:
-    """With ``suppress_errors`` dynamo runs plain Python where a backend fails; a converted module then compiles itself."""
+    """Where a backend fails dynamo then runs plain Python, in which a converted module compiles itself."""
     want = reference(model, example())
 
     def failing(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

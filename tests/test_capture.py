@@ -1,0 +1,144 @@
+"""Tracing leaves no trace: random state, buffers, gradients, caches and dynamo's own state stay as they were."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attnres_compile as ac
+from tests.helpers import randomize, relative_error
+from tests.models import SITES, SUBLAYERS, WIDTH, Model, build, example
+
+CONFIG = ac.AttnResConfig(num_blocks=2, lowering="eager")
+
+
+class Recorder(nn.Module):
+    """A model with everything that a real run would change: batch statistics, a counter, dropout, a cache."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.inner = Model(dropout=0.3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.broken = broken
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        self.calls += 1
+        cache["last"].add_(1)
+        if self.broken:
+            torch._dynamo.graph_break()
+        return self.inner(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("call", [ac.explain, ac.transform])
+def test_nothing_changes(call: Any, broken: bool) -> None:
+    model = randomize(Recorder(broken)).train()
+    cache = {"last": torch.zeros(3)}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    state = torch.get_rng_state()
+    call(model, ac.Inputs((example(), cache)), CONFIG)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(dict(model.named_buffers())[name], value) for name, value in buffers.items())
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for n, p in model.named_parameters() if "attnres" not in n)
+    assert not cache["last"].any()
+    assert model.training and model.inner.encoder.layers[0].training
+
+
+def test_explain_leaves_the_model_alone() -> None:
+    model, x = build(), example()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    keys = list(model.state_dict())
+    want = model(x)
+    report = ac.explain(model, x, CONFIG)
+    assert len(report.streams[0].sublayers) == SUBLAYERS
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert list(model.state_dict()) == keys
+    assert torch.equal(model(x), want)
+
+
+def test_explain_does_not_run_the_model() -> None:
+    class Loud(Model):
+        ran = False
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            if not torch.compiler.is_compiling():
+                Loud.ran = True
+            return super().forward(x, scale)
+
+    ac.explain(Loud(), example(), CONFIG)
+    assert not Loud.ran
+
+
+def test_a_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = Model()
+        x = torch.empty(2, 3, 5)
+    report = ac.explain(model, x, CONFIG)
+    assert [len(stream.sublayers) for stream in report.streams] == [SUBLAYERS]
+    ac.transform(model, x, config=CONFIG)
+    assert {q.device.type for q in ac.pseudo_queries(model).values()} == {"meta"}
+    real = build()
+    ac.transform(real, example(), config=CONFIG)
+    model.load_state_dict(real.state_dict(), assign=True)
+    model.encoder.attnres.token = torch.zeros(1)
+    assert relative_error(model(example()), real(example())) < 1e-6
+
+
+def test_explain_under_no_grad_and_a_stance() -> None:
+    model, x = build(), example()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        assert len(ac.explain(model, x, CONFIG).streams) == 1
+    with torch._dynamo.config.patch(suppress_errors=True):
+        assert len(ac.explain(model, x, CONFIG).streams) == 1
+
+
+def _break(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x
+
+
+def test_a_break_outside_the_stream_is_reported_and_converted_around() -> None:
+    model, x = build(after=_break), example()
+    want = model(x)
+    report = ac.explain(model, x, CONFIG)
+    assert [len(stream.sublayers) for stream in report.streams] == [SUBLAYERS]
+    (broken,) = report.graph_breaks
+    assert broken.where.split(":")[0].endswith("test_capture.py")
+    ac.transform(model, x, config=CONFIG)
+    assert list(ac.pseudo_queries(model))[-1] == "encoder.norm"
+    assert len(ac.pseudo_queries(model)) == SITES
+    assert relative_error(model(x), want) < 1e-6
+
+
+@pytest.mark.parametrize("layers", [3, 6], ids=["short pieces", "a piece that is a stream by itself"])
+def test_a_break_inside_the_stream_names_the_place(layers: int) -> None:
+    model, x = build(layers=layers, between=_break), example()
+    with pytest.raises(ac.GraphBreakError) as caught:
+        ac.transform(model, x, config=CONFIG)
+    file, line = caught.value.where.rsplit(":", 1)
+    assert file.endswith("test_capture.py")
+    with open(file, encoding="utf-8") as handle:
+        assert "graph_break()" in handle.read().splitlines()[int(line) - 1]
+    assert "attnres" not in dict(model.encoder.named_children())
+    assert "forward" not in vars(model.encoder)
+
+
+def test_a_tensor_with_a_history_as_input() -> None:
+    model = build()
+    x = example().requires_grad_() * 2
+    assert len(ac.explain(model, x, CONFIG).streams) == 1
+
+
+def test_inputs_are_not_consumed() -> None:
+    model, x = build(), example()
+    copied = copy.deepcopy(x)
+    ac.transform(model, x, config=CONFIG)
+    assert torch.equal(x, copied)
+    assert model.encoder.norm.weight.numel() == WIDTH
