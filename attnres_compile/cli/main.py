@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -23,8 +24,9 @@ from attnres_compile.cli.options import takes_config
 from attnres_compile.cli.target import Target, arguments_of, load_target, user_code
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError, CaptureError, NoStreamError
-from attnres_compile.reporting import refuse_strict
 from attnres_compile.exactness import verify as compare
+from attnres_compile.report import TransformReport
+from attnres_compile.reporting import refuse_strict
 from attnres_compile.version import __version__
 
 
@@ -70,6 +72,15 @@ InputTexts = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Everything = Annotated[bool, typer.Option("--all", "-v", help="Show every sublayer, site and add left alone.")]
+Graph = Annotated[
+    Path | None,
+    typer.Option(
+        "--graph",
+        metavar="FILE",
+        show_default=False,
+        help="Also write which source each site looks at, as .dot or .graphml, by FILE's suffix.",
+    ),
+]
 
 
 @app.command()
@@ -80,6 +91,7 @@ def inspect(
     input: InputTexts = None,
     json: Json = False,
     everything: Everything = False,
+    graph: Graph = None,
 ) -> None:
     """Show what would be converted: streams, blocks, sites, and why every other add is left alone.
 
@@ -95,13 +107,24 @@ def inspect(
                     refuse_strict(report.rejections, report)
             except NoStreamError as error:
                 report, failure = error.report, error
+    if graph is not None:
+        _write_graph(report, graph)
     if json:
         output.show_json(report.to_dict())
     else:
-        output.show(render.report(report, loaded.name, everything))
+        output.show(render.report(report, loaded.name, everything, config))
     if failure is not None:
         output.show_error(str(failure))
     raise typer.Exit(0 if report.streams and failure is None else 1)
+
+
+def _write_graph(report: TransformReport, file: Path) -> None:
+    from attnres_compile.depth_graph import write_depth_graph  # networkx takes a moment to load
+
+    try:
+        write_depth_graph(report, file)
+    except OSError as error:
+        raise AttnResError(f"the depth graph cannot be written: {error}") from error
 
 
 @app.command()

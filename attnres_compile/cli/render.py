@@ -12,8 +12,9 @@ from rich.text import Text
 
 from attnres_compile.cli import collapse
 from attnres_compile.cli.output import short_path
-from attnres_compile.report import GraphBreak, LeftAlone, Site, Stream, Sublayer, TransformReport
+from attnres_compile.config import AttnResConfig
 from attnres_compile.exactness import Exactness
+from attnres_compile.report import GraphBreak, LeftAlone, Site, Stream, Sublayer, TransformReport
 
 # Rows of a table that are shown without --all, and places that are named per reason.
 FEW_ROWS = 24
@@ -22,17 +23,20 @@ FEW_PLACES = 3
 LONG_PATH = 36
 
 
-def report(found: TransformReport, title: str, everything: bool = False) -> RenderableType:
+def report(
+    found: TransformReport, title: str, everything: bool = False, config: AttnResConfig | None = None
+) -> RenderableType:
     """The whole report.
 
     Args:
         found: what to show.
         title: what was inspected.
         everything: show every sublayer, site and rejected add, not only groups and a few examples.
+        config: what was asked for, so that a note can say where a stream got something else.
     """
     parts: list[RenderableType] = [_summary(found, title)]
     for stream in found.streams:
-        parts += ["", _stream(stream, everything)]
+        parts += ["", _stream(stream, everything, config)]
     if found.graph_breaks:
         parts += ["", _graph_breaks(found.graph_breaks)]
     if found.rejections:
@@ -57,7 +61,7 @@ def _summary(found: TransformReport, title: str) -> Text:
 # --- one stream
 
 
-def _stream(stream: Stream, everything: bool) -> RenderableType:
+def _stream(stream: Stream, everything: bool, config: AttnResConfig | None) -> RenderableType:
     head = Text.assemble(
         ("Stream ", "bold"),
         (stream.name, "bold cyan"),
@@ -67,6 +71,7 @@ def _stream(stream: Stream, everything: bool) -> RenderableType:
     bodies = [
         _sublayers(stream.sublayers, everything),
         _blocks(stream, everything),
+        *(Text(f"note: {note}", style="yellow") for note in block_notes(stream, config)),
         _sites(stream.sites, everything),
     ]
     return Group(head, *(Padding(body, (1, 0, 0, 2)) for body in bodies))
@@ -116,6 +121,21 @@ def _blocks(stream: Stream, everything: bool) -> RenderableType:
     )
     _fill(table, rows, everything)
     return table
+
+
+def block_notes(stream: Stream, config: AttnResConfig | None = None) -> Iterator[str]:
+    """Where the blocks of a stream are not what a reader of the options expects, in sublayers."""
+    sublayers, sizes = len(stream.sublayers), [len(block) for block in stream.blocks]
+    count = f"the stream has {_count(sublayers, 'sublayer')}"
+    if config is not None and config.num_blocks is not None and config.num_blocks > sublayers:
+        yield f"{count}, fewer than the {config.num_blocks} blocks asked for, so each sublayer is a block"
+    if config is not None and config.block_size is not None and config.block_size > sublayers:
+        yield f"{count}, fewer than the {config.block_size} sublayers asked for per block, so there is one block"
+    if len(set(sizes)) > 1:
+        yield (
+            f"{count}, which {len(sizes)} blocks of {_count(sizes[0], 'sublayer')} do not use up, "
+            f"so the last block has {sizes[-1]}"
+        )
 
 
 def _sites(sites: Sequence[Site], everything: bool) -> Table:

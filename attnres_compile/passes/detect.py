@@ -11,7 +11,8 @@ from torch import fx
 from attnres_compile.config import AttnResConfig
 from attnres_compile.passes import facts, ops, refusal
 from attnres_compile.passes.memory import Memory
-from attnres_compile.passes.scan import AddRecord, Scan, scan
+from attnres_compile.passes.scan import Scan, scan
+from attnres_compile.passes.sides import AddRecord
 from attnres_compile.passes.streams import Detection, Read, Reason, Rejection, ResidualStream, Step, Term
 
 
@@ -42,6 +43,8 @@ def detect(graph: fx.Graph, config: AttnResConfig | None = None) -> Detection:
     rejections = dict(found.rejections)
     for node in found.checkpoints:
         rejections[node] = Rejection(Reason.CHECKPOINTED, node)
+    for node in refusal.highways(found, config.min_sublayers):
+        rejections[node] = Rejection(Reason.GATED, node)
     chains = [_trim(chain) for chain in _chains(found, memory)]
     refused = _refusals(chains, found, memory, config)
     streams: list[ResidualStream] = []
@@ -280,6 +283,10 @@ def _readers(state: fx.Node, following: Step | None) -> list[fx.Node]:
     """All users of a state but the next add, the ops that only carry it there, and questions of shape."""
     carriers = following.passes if following is not None else ()
     gone = set(following.adds) if following is not None else set()
+    if following is not None:
+        # A step whose branch holds the state as it is (x + w * x) reads it like any other node.
+        taken = {n for term in following.terms for n in (term.node, *(term.product[1:] if term.product else ()))}
+        gone -= {add for add in gone if any(n in taken for n in add.all_input_nodes if n is state or n in carriers)}
     readers: list[fx.Node] = []
     for node in (state, *carriers):
         readers += [u for u in node.users if u not in gone and u not in carriers and not is_metadata(u)]

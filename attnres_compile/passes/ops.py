@@ -22,6 +22,10 @@ INPLACE_SUBS = frozenset({"isub", "sub_", "subtract_", "__isub__"})
 # beta * x + alpha * (a @ b), and x + value * a * b: the first operand may be the stream.
 FUSED_PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addcmul": "mul"}
 INTERPOLATIONS = frozenset({"lerp", "lerp_"})
+# Add their first operand to something else, in forms that nothing here takes apart.
+OPAQUE_ADDS = frozenset(
+    {"addcmul_", "addcdiv", "addcdiv_", "addmm_", "addmv", "addmv_", "addr", "addr_", "addbmm", "addbmm_", "baddbmm_"}
+)
 
 CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "_to_copy", "convert_element_type"})
 # Same elements in the same number, maybe elsewhere or under another shape.

@@ -7,7 +7,8 @@ from collections.abc import Container
 from torch import fx
 
 from attnres_compile.passes import facts, ops
-from attnres_compile.passes.scan import AddRecord, Scan
+from attnres_compile.passes.scan import Scan
+from attnres_compile.passes.sides import AddRecord
 from attnres_compile.passes.streams import Reason
 
 # How far behind a chain's root to look for the end of another chain: a hand-written norm is about ten ops.
@@ -90,10 +91,16 @@ def _reason(names: set[str]) -> Reason | None:
 
 
 def is_gated(record: AddRecord, scan: Scan) -> bool:
-    """Whether the branch of a step holds a multiple of the step's own skip, as ``x + t * (f - x)`` does."""
+    """Whether the branch of a step holds a multiple of the step's own skip, as ``x + t * (f - x)`` does.
+
+    A term that is nothing but a copy of the skip (``x + w * x``, the innermost skip of a U-Net) is no gate.
+    """
     assert record.base is not None
+    if record.gated:
+        return True
     seen: set[fx.Node] = set()
-    todo = [term.node for term in record.terms if term.product is None]
+    nodes = [term.node for term in record.terms if term.product is None]
+    todo = [node for node in nodes if scan.base.get(node) is not record.base]
     while todo and len(seen) < _SEARCH:
         node = todo.pop()
         if node in seen:
@@ -110,3 +117,18 @@ def is_gated(record: AddRecord, scan: Scan) -> bool:
         elif scan.base.get(node) is not node:
             todo.append(scan.base[node])
     return False
+
+
+def highways(scan: Scan, least: int) -> list[fx.Node]:
+    """The adds of streams of the form ``t * f(x) + (1 - t) * x``, ``least`` or more in a row."""
+    length: dict[fx.Node, int] = {}
+    follows: dict[fx.Node, fx.Node] = {}
+    for node, base in scan.highways.items():
+        length[node] = 1 + length.get(base, 0)
+        if base in length:
+            follows[base] = node
+    found: set[fx.Node] = set()
+    for node in reversed(scan.highways):
+        if length[node] >= least or follows.get(node) in found:
+            found.add(node)
+    return [node for node in scan.highways if node in found]

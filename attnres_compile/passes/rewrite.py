@@ -53,6 +53,7 @@ def rewrite(
         config: gain, eps, value and logit scale.
     """
     surgery = _Surgery(graph, queries, config)
+    surgery.name_reads(plans)
     for plan in plans:
         surgery.stream(plan)
     surgery.clean_up()
@@ -79,6 +80,32 @@ class _Surgery:
         self.adds: set[fx.Node] = set()
         self.carriers: set[fx.Node] = set()
         self.replaced: dict[fx.Node, fx.Node] = {}
+        # What a step's adds read of this or another stream, by step and by the value read.
+        self.reads: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        self.stand_ins: dict[fx.Node, list[fx.Node]] = {}
+
+    def name_reads(self, plans: tuple[BlockPlan, ...]) -> None:
+        """Put a node of its own in front of every read of a state by a step's adds.
+
+        The adds go away; what they read (an older state, another stream's, the root of a nested stream) is used by
+        the nodes that take their place, and has to be handed its mix like any other reader.
+        """
+        states = {node for plan in plans for step in plan.stream.steps for node in (step.node, *step.passes)}
+        for plan in plans:
+            for index, step in enumerate(plan.stream.steps):
+                wanted = [n for term in step.terms for n in (term.node, *(term.product[1:] if term.product else ()))]
+                wanted += [plan.stream.root] if index == 0 else []
+                for add in step.adds:
+                    for node in add.all_input_nodes:
+                        if node in wanted and node in states and (step.node, node) not in self.reads:
+                            self._stand_in(step, add, node)
+
+    def _stand_in(self, step: Step, add: fx.Node, node: fx.Node) -> None:
+        with self.graph.inserting_before(step.adds[0]):
+            named = self.graph.call_function(aten.alias.default, (node,))
+        named.meta = dict(node.meta)
+        self.reads[step.node, node] = named
+        self.stand_ins.setdefault(add, []).append(named)
 
     # ---------------------------------------------------------------- one stream
 
@@ -90,7 +117,8 @@ class _Surgery:
             if site.num_sources > 1:
                 sites.setdefault(site.index, []).append(site)
         ends = {block.stop for block in plan.blocks}
-        sources = [_Source(self._now(stream.root))]
+        first = stream.steps[0].node
+        sources = [_Source(self._read(first, stream.root))]
         partial = False
         for index, step in enumerate(stream.steps):
             path = list(zip(step.passes, (stream.state(index), *step.passes), strict=False))
@@ -113,6 +141,10 @@ class _Surgery:
             self._hand_over(step.node, following, mixes, branch)
             self.adds.update(step.adds)
             self.carriers.update(step.passes)
+
+    def _read(self, step: fx.Node, node: fx.Node) -> fx.Node:
+        """What a step's adds see where they read ``node``."""
+        return self.reads.get((step, node)) or self._now(node)
 
     def _now(self, node: fx.Node) -> fx.Node:
         """What stands for ``node`` after the streams rewritten so far."""
@@ -146,7 +178,8 @@ class _Surgery:
                         before = node
             for reader in site.readers:
                 for old, new in twins.items():
-                    reader.replace_input_with(old, new)
+                    for taker in (reader, *self.stand_ins.get(reader, ())):
+                        taker.replace_input_with(old, new)
         state.replace_all_uses_with(main)
         self.replaced[state] = main
 
@@ -164,11 +197,11 @@ class _Surgery:
         return total
 
     def _term(self, step: Step, term: Term) -> fx.Node:
-        node = self._now(term.node)
+        node = self._read(step.node, term.node)
         origin = step.node
         if term.product is not None:
             kind, right = term.product
-            node = self._emit(_PRODUCTS[kind], (node, self._now(right)), origin, like=step.node)
+            node = self._emit(_PRODUCTS[kind], (node, self._read(step.node, right)), origin, like=step.node)
         node = self._cast(node, _dtype(step.node), origin)
         if term.factor != 1.0:
             node = self._emit(aten.mul.Scalar, (node, term.factor), origin, like=node)
@@ -253,6 +286,9 @@ class _Surgery:
         Raises:
             LoweringError: an add of a stream is still used. That would be a bug of this pass.
         """
+        for named in self.reads.values():
+            named.replace_all_uses_with(named.all_input_nodes[0])
+            self.graph.erase_node(named)
         for node in reversed(self.graph.nodes):
             if node in self.adds or node in self.carriers:
                 if not node.users:

@@ -13,23 +13,11 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from attnres_compile.passes import facts, ops
+from attnres_compile.passes.bits import Bits
 from attnres_compile.passes.memory import Memory
+from attnres_compile.passes.sides import AddRecord, Side
+from attnres_compile.passes.spellings import Sum, is_opaque_add, summands
 from attnres_compile.passes.streams import Reason, Rejection, Term
-
-
-@dataclass
-class AddRecord:
-    """An add as it was understood. ``skip`` is ``None`` where it is no residual step."""
-
-    node: fx.Node
-    terms: list[Term]
-    skip: fx.Node | None = None
-    base: fx.Node | None = None
-    adds: list[fx.Node] = field(default_factory=list)
-    inner: list[fx.Node] = field(default_factory=list)
-    anchored: bool = False
-    # Earlier steps on the same state that this one's branch is computed from.
-    fed_by: list[fx.Node] = field(default_factory=list)
 
 
 @dataclass
@@ -43,6 +31,7 @@ class Scan:
         base: each node's origin behind ops that keep every element (itself where there is none).
         carried: for each such op the operand whose elements it hands on.
         contractions: learned contractions in graph order, each with the node of its weight.
+        highways: ``t * f(x) + (1 - t) * x`` by its add, each with the origin of its ``x``.
         checkpoints: activation-checkpointed regions.
     """
 
@@ -52,47 +41,11 @@ class Scan:
     base: dict[fx.Node, fx.Node] = field(default_factory=dict)
     carried: dict[fx.Node, fx.Node] = field(default_factory=dict)
     contractions: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    highways: dict[fx.Node, fx.Node] = field(default_factory=dict)
     checkpoints: list[fx.Node] = field(default_factory=list)
 
 
-class _Bits:
-    """Bits for the tensors that some add ahead still needs; compacted when most of them are spent."""
-
-    def __init__(self) -> None:
-        self.bit: dict[fx.Node, int] = {}
-        self._next = 0
-
-    def give(self, node: fx.Node) -> int:
-        bit = 1 << self._next
-        self._next += 1
-        self.bit[node] = bit
-        return bit
-
-    @property
-    def crowded(self) -> bool:
-        return self._next > 64 and self._next > 2 * len(self.bit)
-
-    def compact(self, *tables: dict[fx.Node, int]) -> None:
-        """Renumber the live bits from 0 and carry ``tables`` over."""
-        moves = [(old, 1 << new) for new, old in enumerate(sorted(self.bit.values()))]
-        live = sum(old for old, _ in moves)
-        for table in tables:
-            for node, bits in table.items():
-                bits &= live
-                if bits:
-                    table[node] = self._moved(bits, moves)
-                else:
-                    table[node] = 0
-        renumbered = dict(moves)
-        self.bit = {node: renumbered[old] for node, old in self.bit.items()}
-        self._next = len(moves)
-
-    @staticmethod
-    def _moved(bits: int, moves: list[tuple[int, int]]) -> int:
-        return sum(new for old, new in moves if bits & old)
-
-
-class _Scanner:
+class Scanner:
     def __init__(self, graph: fx.Graph, memory: Memory) -> None:
         self.graph = graph
         self.memory = memory
@@ -102,9 +55,12 @@ class _Scanner:
         self.rank: dict[fx.Node, int] = {}
         self.weight: dict[fx.Node, fx.Node | None] = {}
         self.tree: dict[fx.Node, fx.Node] = {}
+        # x + constant that only another add reads: part of that one if it turns out to be a step.
+        self.loose: dict[fx.Node, AddRecord] = {}
+        self.sums: dict[fx.Node, Sum] = {}
         self.reach: dict[fx.Node, int] = {}
         self.anchored: dict[fx.Node, int] = {}
-        self.bits = _Bits()
+        self.bits = Bits()
         self.last_use: dict[fx.Node, int] = {}
         self.expiring: dict[int, list[fx.Node]] = defaultdict(list)
         self.needed_until: dict[fx.Node, int] = {}
@@ -114,12 +70,15 @@ class _Scanner:
         position = self.memory.position
         for node in nodes:
             self._flags(node)
+            if (total := summands(node)) is not None:
+                self.sums[node] = total
+            elif is_opaque_add(node):
+                self._reject(node, Reason.CONSTANT_OPERAND if self.constant[node] else Reason.UNSUPPORTED_FORM)
         self._plan_bits(nodes)
         for at, node in enumerate(nodes):
             self._flow(node)
-            operands = self._operands(node)
-            if operands is not None:
-                self._add(node, operands)
+            if node in self.sums:
+                self._add(node, self.sums[node])
             if node in self.needed_until and node not in self.bits.bit:
                 self._track(node)
             for spent in self.expiring.pop(at, ()):
@@ -151,9 +110,8 @@ class _Scanner:
             self.rank[node] = max((self.rank[i] for i in inputs), default=0) if self.constant[node] else 0
             if self.constant[node]:
                 self.weight[node] = next((w for i in inputs if (w := self.weight.get(i)) is not None), None)
-            is_input = node.op == "placeholder" and facts.is_float(node)
             learns = name in ops.LOOKUPS or self._anchor_weight(node) is not None
-            self.learned[node] = is_input or learns or any(self.learned[i] for i in inputs)
+            self.learned[node] = learns or any(self.learned[i] for i in inputs)
         through = self._passed_operand(node, name)
         self.out.base[node] = self.out.base[through] if through is not None else node
         if through is not None:
@@ -202,9 +160,10 @@ class _Scanner:
                 continue
             if isinstance(factor, (int, float)):
                 return kept
-            # A per-token mask or a learned scale may not depend on any learned value of the data.
+            # A mask or a learned scale may not depend on the stream: nothing learned has been done to it, while a
+            # state holds a learned branch.
             if isinstance(factor, fx.Node) and not self.learned[factor] and facts.tensor(factor) is not None:
-                return kept if self.learned[kept] else None
+                return kept
         return None
 
     # -------------------------------------------------- who is computed from whom
@@ -213,17 +172,21 @@ class _Scanner:
         position = self.memory.position
         ends: dict[fx.Node, int] = {}
         for node in reversed(nodes):
-            operands = self._operands(node)
-            if operands is None:
+            total = self.sums.get(node)
+            if total is None:
                 continue
             end = position[node]
             users = list(node.users)
             if len(users) == 1 and users[0] in ends:
                 end = ends[users[0]]
             ends[node] = end
-            for term in operands:
+            if total.packed is not None:
+                ends[total.packed] = end
+            for term in total.terms:
                 base = self.out.base[term.node]
-                self.needed_until[base] = max(self.needed_until.get(base, 0), end)
+                scaled = base.all_input_nodes if ops.name_of(base) in ops.SCALES else ()
+                for needed in (base, *(self.out.base[i] for i in scaled)):
+                    self.needed_until[needed] = max(self.needed_until.get(needed, 0), end)
 
     def _track(self, node: fx.Node) -> None:
         bit = self.bits.give(node)
@@ -251,27 +214,9 @@ class _Scanner:
 
     # -------------------------------------------------- adds
 
-    def _operands(self, node: fx.Node) -> tuple[Term, Term] | None:
-        """The two summands of an add of two floating tensors, in any spelling; ``None`` if it is none."""
-        if node.op not in ("call_function", "call_method") or not facts.is_float(node):
-            return None
-        name = ops.name_of(node)
-        if name in ops.ADDS or name in ops.INPLACE_ADDS:
-            factor = node.kwargs.get("alpha", 1)
-        elif name in ops.SUBS or name in ops.INPLACE_SUBS:
-            factor = node.kwargs.get("alpha", 1)
-            factor = -factor if isinstance(factor, (int, float)) else factor
-        elif name in ops.FUSED_PRODUCTS:
-            return _product_terms(node, ops.FUSED_PRODUCTS[name])
-        else:
-            return None
-        sides = _two_arguments(node)
-        if sides is None or not isinstance(factor, (int, float)):
-            return None
-        return Term(sides[0]), Term(sides[1], float(factor))
-
-    def _add(self, node: fx.Node, operands: tuple[Term, Term]) -> None:
-        left, right = (_Side(self, term, node) for term in operands)
+    def _add(self, node: fx.Node, total: Sum) -> None:
+        operands = total.terms
+        left, right = (Side(self, term, total.packed or node, node) for term in operands)
         if all(self.constant[t.node] for t in operands):
             self._reject(node, Reason.CONSTANT_OPERAND)
             return
@@ -293,10 +238,13 @@ class _Scanner:
         if skip_value is None or not facts.same_shape(skip_value.shape, value.shape) or not fits:
             self._reject(node, Reason.BROADCAST_SKIP)
             return
+        record = AddRecord(node, [*skip_side.rest, *branch_side.terms], skip, self.out.base[skip], gated=total.gated)
         if skip_side.head_factor != 1.0:
-            self._reject(node, Reason.UNSUPPORTED_FORM, "the stream is the subtracted operand")
+            if self._is_anchored(record, branch_side):
+                self._reject(node, Reason.UNSUPPORTED_FORM, "the stream is the subtracted operand")
+            else:
+                self._reject(node, Reason.NO_LEARNED_BRANCH)
             return
-        record = AddRecord(node, [*skip_side.rest, *branch_side.terms], skip, self.out.base[skip])
         for side in (skip_side, branch_side):
             if side.opened is not None:
                 self._withdraw(side.opened)
@@ -304,17 +252,21 @@ class _Scanner:
                 record.inner += side.opened.inner
             elif side.unread_add is not None:
                 record.inner.append(side.unread_add)
-        record.adds.append(node)
+        record.adds += [node] if total.packed is None else [total.packed, node]
         if skip_side.opened is not None:
             record.anchored = skip_side.opened.anchored
             record.fed_by = list(skip_side.opened.fed_by)
         self._enter(record, branch_side)
 
-    def _choose(self, left: _Side, right: _Side) -> tuple[_Side | None, _Side | None]:
+    def _choose(self, left: Side, right: Side) -> tuple[Side | None, Side | None]:
         """Which side carries the stream, and which one is the branch (opened or closed as it must be)."""
         a = left.carries(right)
         b = right.carries(left)
-        if a and b:
+        if self.out.base[left.head] is self.out.base[right.head]:
+            # x + w * x, and a * x + b * x0 in the first layer: a copy of the stream is added to it.
+            a = left.term.product is None and not self.constant[left.head]
+            b = not a
+        elif a and b:
             if self._same_tree(left, right):
                 # Both are states of one stream: the later one goes on, the older one is added to it.
                 a = self.memory.position[self.out.base[left.head]] >= self.memory.position[self.out.base[right.head]]
@@ -334,14 +286,43 @@ class _Scanner:
             branch.close()
         return skip, branch
 
-    def _same_tree(self, left: _Side, right: _Side) -> bool:
+    def _same_tree(self, left: Side, right: Side) -> bool:
         base = self.out.base
         trees = [self.tree.get(base[s.head], base[s.head]) for s in (left, right)]
         return trees[0] is trees[1] and base[left.head] is not base[right.head]
 
     def _no_step(self, node: fx.Node, operands: tuple[Term, Term]) -> None:
-        constant = any(self.constant[t.node] and t.product is None for t in operands)
+        constant = [t for t in operands if self.constant[t.node] and t.product is None]
         self._reject(node, Reason.CONSTANT_OPERAND if constant else Reason.UNRELATED_OPERANDS)
+        if not constant:
+            self._highway(node, operands)
+        elif len(constant) == 1:
+            added = constant[0]
+            other = operands[1] if added is operands[0] else operands[0]
+            values = [facts.tensor(n) for n in (node, other.node, added.node)]
+            total, kept, constant_value = values
+            if (
+                total is not None
+                and kept is not None
+                and constant_value is not None
+                and other.product is None
+                and other.factor == 1.0
+                and total.dtype == kept.dtype
+                and facts.same_shape(total.shape, kept.shape)
+                and facts.broadcasts_into(constant_value.shape, total.shape)
+            ):
+                self.loose[node] = AddRecord(node, [added], other.node, self.out.base[other.node], adds=[node])
+
+    def _highway(self, node: fx.Node, operands: tuple[Term, Term]) -> None:
+        """Note ``t * f(x) + (1 - t) * x``, in which a learned gate weighs the stream itself."""
+        for this, other in (operands, operands[::-1]):
+            if ops.name_of(this.node) not in ops.SCALES or this.product or other.product:
+                continue
+            reached = self.reach.get(other.node, 0) & self.anchored.get(other.node, 0)
+            for factor in this.node.all_input_nodes:
+                base = self.out.base[factor]
+                if reached & self.bits.bit.get(base, 0):
+                    self.out.highways[node] = base
 
     def _reject(self, node: fx.Node, reason: Reason, detail: str = "") -> None:
         self.out.rejections[node] = Rejection(reason, node, detail)
@@ -349,24 +330,32 @@ class _Scanner:
     def _withdraw(self, record: AddRecord) -> None:
         """An unread step became part of a larger one."""
         assert record.base is not None
+        if record.node in self.loose:
+            del self.out.rejections[record.node]
+            return
         del self.out.steps[record.node]
         self.out.children[record.base].remove(record)
 
-    def _enter(self, record: AddRecord, branch: _Side) -> None:
+    def _is_anchored(self, record: AddRecord, branch: Side) -> bool:
+        """Whether a learned contraction lies between the skip of ``record`` and the branch."""
+        assert record.base is not None
+        bit = self.bits.bit.get(record.base, 0)
+        # The operand as it stands, not its terms: an opened step's own operands are forgotten by now.
+        factors = branch.factors
+        if any(self.anchored.get(factor, 0) & bit for factor in factors):
+            return True
+        # A product with a weight is the contraction itself.
+        weighty = any(self.constant[factor] and self.rank[factor] >= 2 for factor in factors)
+        product = branch.term.product is not None and branch.term.product[0] != "mul"
+        return product and weighty and any(self.reach.get(factor, 0) & bit for factor in factors)
+
+    def _enter(self, record: AddRecord, branch: Side) -> None:
         base, node = record.base, record.node
         assert base is not None
-        bit = self.bits.bit.get(base, 0)
+        record.anchored |= self._is_anchored(record, branch)
         through = 0
-        # The operand as it stands, not its terms: an opened step's own operands are forgotten by now.
-        term = branch.term
-        factor = term.product[1] if term.product else None
-        for operand in (term.node, factor):
-            if operand is None:
-                continue
-            through |= self.reach.get(operand, 0)
-            record.anchored |= bool(self.anchored.get(operand, 0) & bit)
-        if factor is not None and self.constant[factor] and self.rank[factor] >= 2:
-            record.anchored |= bool(self.reach.get(term.node, 0) & bit)
+        for factor in branch.factors:
+            through |= self.reach.get(factor, 0)
         for sibling in self.out.children[base]:
             if through & self.bits.bit.get(sibling.node, 0):
                 record.fed_by.append(sibling.node)
@@ -379,102 +368,6 @@ class _Scanner:
             self.needed_until[node] = max(self.needed_until.get(node, 0), until)
 
 
-class _Side:
-    """One operand of an add: the tensor itself, or an unread step opened into its skip and its terms."""
-
-    def __init__(self, scanner: _Scanner, term: Term, add: fx.Node) -> None:
-        self.scanner = scanner
-        self.term = term
-        out = scanner.out
-        node = term.node
-        alone = term.product is None and list(node.users) == [add] and not _twice(add, node)
-        record = out.steps.get(node) if alone and term.factor == 1.0 else None
-        if record is not None and not _same_type(node, add):
-            record = None
-        self.opened = record
-        self.unread_add = node if alone and record is None and node in out.rejections else None
-
-    def close(self) -> None:
-        """Take the operand as one tensor after all."""
-        self.opened = None
-
-    @property
-    def head(self) -> fx.Node:
-        """The tensor that would be the skip."""
-        if self.opened is not None and self.opened.skip is not None:
-            return self.opened.skip
-        return self.term.node
-
-    @property
-    def head_factor(self) -> float:
-        return self.term.factor if self.opened is None else 1.0
-
-    @property
-    def rest(self) -> list[Term]:
-        """What is left of this side when its head is the skip."""
-        return list(self.opened.terms) if self.opened is not None else []
-
-    @property
-    def terms(self) -> list[Term]:
-        """This side as part of a branch."""
-        if self.opened is None:
-            return [self.term]
-        return [Term(self.head), *self.opened.terms]
-
-    @property
-    def is_state(self) -> bool:
-        """Whether the head is a state of a stream with a learned branch so far."""
-        if self.opened is not None:
-            return True
-        base = self.scanner.out.base[self.term.node]
-        return self.term.product is None and base in self.scanner.out.steps
-
-    def carries(self, other: _Side) -> bool:
-        """Whether this side can be the skip of a step whose branch is the other side."""
-        return self.term.product is None and (self.opened is not None or self.reaches(other))
-
-    def reaches(self, other: _Side) -> bool:
-        """Whether the other side is computed from this side's head."""
-        scanner = self.scanner
-        bit = scanner.bits.bit.get(scanner.out.base[self.head], 0)
-        operands = [other.term.node, *([other.term.product[1]] if other.term.product else [])]
-        if scanner.out.base[self.head] is scanner.out.base[other.term.node] and not other.term.product:
-            return False
-        return any(scanner.reach.get(o, 0) & bit for o in operands)
-
-
-def _twice(add: fx.Node, node: fx.Node) -> bool:
-    return sum(argument is node for argument in add.args) > 1
-
-
-def _same_type(node: fx.Node, add: fx.Node) -> bool:
-    a, b = facts.tensor(node), facts.tensor(add)
-    return a is not None and b is not None and a.dtype == b.dtype and facts.same_shape(a.shape, b.shape)
-
-
-def _two_arguments(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    arguments = list(node.args) + [node.kwargs[k] for k in ("input", "other") if k in node.kwargs]
-    if len(arguments) != 2 or not all(isinstance(a, fx.Node) and facts.is_float(a) for a in arguments):
-        return None
-    if "out" in node.kwargs:
-        return None
-    left, right = arguments
-    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
-    return left, right
-
-
-def _product_terms(node: fx.Node, product: str) -> tuple[Term, Term] | None:
-    operands = node.args[:3]
-    if len(operands) != 3 or not all(isinstance(a, fx.Node) and facts.is_float(a) for a in operands):
-        return None
-    first, left, right = operands
-    assert isinstance(first, fx.Node) and isinstance(left, fx.Node) and isinstance(right, fx.Node)
-    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", node.kwargs.get("value", 1))
-    if beta != 1 or not isinstance(alpha, (int, float)):
-        return None
-    return Term(first), Term(left, float(alpha), (product, right))
-
-
 def scan(graph: fx.Graph, memory: Memory) -> Scan:
     """Recognise the residual steps of ``graph``; reads it and changes nothing."""
-    return _Scanner(graph, memory).run()
+    return Scanner(graph, memory).run()

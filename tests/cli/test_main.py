@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +105,33 @@ def test_all_is_longer(script: str, explain: dict[str, Any]) -> None:
     assert "model.site_30" not in short
     assert "model.site_30" in long
     assert run("inspect", script, "-v")[1] == long
+
+
+@pytest.mark.parametrize("suffix", [".dot", ".graphml"])
+def test_inspect_writes_the_depth_graph(script: str, explain: dict[str, Any], suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"depth{suffix}"
+    code, out, _ = run("inspect", script, "--json", "--graph", str(file))
+    assert code == 0
+    json.loads(out)
+    assert "model.site_30" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("depth.png", ".dot or .graphml, not '.png'"), ("no/depth.dot", "cannot be written")]
+)
+def test_inspect_with_a_wrong_graph_file(
+    script: str, explain: dict[str, Any], name: str, message: str, tmp_path: Path
+) -> None:
+    code, out, err = run("inspect", script, "--graph", str(tmp_path / name))
+    assert code == 2
+    assert out == ""
+    assert message in err
+
+
+def test_inspect_says_where_blocks_are_not_as_asked(script: str, explain: dict[str, Any]) -> None:
+    assert "note: " not in run("inspect", script)[1]
+    text = " ".join(run("inspect", script, "--num-blocks", "99")[1].split())
+    assert "note: the stream has 48 sublayers, fewer than the 99 blocks asked for" in text
 
 
 @pytest.mark.parametrize("raised", [True, False])

@@ -13,8 +13,9 @@ from rich.console import Console, RenderableType
 
 from attnres_compile.cli import render
 from attnres_compile.cli.output import short_path
-from attnres_compile.report import GraphBreak, Site, TransformReport
+from attnres_compile.config import AttnResConfig
 from attnres_compile.exactness import Exactness
+from attnres_compile.report import GraphBreak, Site, TransformReport
 
 
 def lines(renderable: RenderableType, width: int = 80) -> list[str]:
@@ -63,6 +64,25 @@ def test_full_form_is_cut_short_and_says_so(make_report: Callable[..., Transform
     assert "  48 blocks: the full form, each sublayer is a source of its own" in found
     assert any("27 more rows (--all shows them)" in line for line in found)
     assert not any("more rows" in line for line in lines(render.report(full, "x", everything=True)))
+
+
+def test_notes_name_sublayers(make_report: Callable[..., TransformReport]) -> None:
+    even, odd, single = (make_report(layers=5, size=size).streams[0] for size in (5, 3, 1))
+    assert not list(render.block_notes(even, AttnResConfig(num_blocks=2)))
+    assert not list(render.block_notes(single, AttnResConfig(num_blocks=10)))
+    assert not list(render.block_notes(single, AttnResConfig(num_blocks=None)))
+    joined = replace(odd, blocks=(*odd.blocks[:2], odd.blocks[2] + odd.blocks[3]))
+    assert list(render.block_notes(joined)) == [
+        "the stream has 10 sublayers, which 3 blocks of 3 sublayers do not use up, so the last block has 4"
+    ]
+    assert list(render.block_notes(single, AttnResConfig())) == []
+    assert list(render.block_notes(single, AttnResConfig(num_blocks=11))) == [
+        "the stream has 10 sublayers, fewer than the 11 blocks asked for, so each sublayer is a block"
+    ]
+    whole = replace(odd, blocks=(tuple(range(10)),))
+    assert list(render.block_notes(whole, AttnResConfig(block_size=11))) == [
+        "the stream has 10 sublayers, fewer than the 11 sublayers asked for per block, so there is one block"
+    ]
 
 
 def test_many_places_of_one_reason(report: TransformReport) -> None:

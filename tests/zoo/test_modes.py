@@ -10,9 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import attnres_compile as ac
-from tests.helpers import TOLERANCE, floats, main_output, randomize_queries, relative_error
+from tests.helpers import (
+    TOLERANCE,
+    floats,
+    gradient_error,
+    main_output,
+    outputs_and_gradients,
+    randomize_queries,
+    relative_error,
+)
 from tests.zoo.families import BY_NAME, Family, named
-from tests.zoo.support import convert, eager_config, example, prepare
+from tests.zoo.support import convert, eager_config, example, original_parameters, prepare
 
 # Logits then spread by 3 or so: sources are told apart, and rounding is not blown up by a hard choice.
 DISTINCT = 0.5
@@ -167,3 +175,43 @@ def test_hidden_states_asked_for_first_after_conversion_are_right_or_refused() -
     except ac.AttnResError:
         return
     assert relative_error(got, want) <= TOLERANCE[torch.float32]
+
+
+def test_a_plan_that_depends_on_the_dtype_is_refused() -> None:
+    """In float16 alone T5 clamps the stream itself, which no sum of sources can replay."""
+    family = BY_NAME["t5"]
+    model, _ = convert(family)
+    with pytest.raises(ac.PlanMismatchError), torch.no_grad():
+        model.half()(**example(family, torch.float16))
+    with pytest.raises(ac.NoStreamError) as raised:
+        convert(family, torch.float16)
+    assert "clamp_on_stream" in {left.reason for left in raised.value.report.rejections}
+
+
+def test_masks_labels_and_embeddings_are_passed_on() -> None:
+    """Arguments that the example did not have, and a forward that starts after the embedding."""
+    family = BY_NAME["llama"]
+    original = prepare(family)
+    model, queries = convert(family)
+    inputs = example(family)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, :4] = 0
+    padded = {**inputs, "attention_mask": mask, "labels": inputs["input_ids"]}
+    want = outputs_and_gradients(original, dict(original.named_parameters()), padded)
+    got = outputs_and_gradients(model, original_parameters(model, queries), padded)
+    assert len(got.outputs) == 2, "loss and logits"
+    assert relative_error(got.outputs, want.outputs) <= TOLERANCE[torch.float32]
+    assert gradient_error(got.gradients, want.gradients) <= TOLERANCE[torch.float32]
+    embeddings = original.get_parameter("model.embed_tokens.weight")[inputs["input_ids"]].detach()
+    given = {"inputs_embeds": embeddings}
+    assert relative_error(run(model, given), run(original, given)) <= TOLERANCE[torch.float32]
+
+
+def test_the_inner_module_alone_runs_converted() -> None:
+    family = BY_NAME["llama"]
+    model, queries = convert(family)
+    randomize_queries(queries)
+    inputs = example(family)
+    body, head = model.get_submodule("model"), model.get_submodule("lm_head")
+    with torch.no_grad():
+        assert relative_error(head(body(**inputs).last_hidden_state), model(**inputs).logits) <= 1e-6
