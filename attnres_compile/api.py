@@ -77,6 +77,7 @@ def transform(model: nn.Module, example_inputs: Any, config: AttnResConfig | Non
 
     Raises:
         NoStreamError: no residual stream could be converted; ``error.report`` says why.
+        AttnResError: an owner of a stream has an attribute of the name that the queries need.
         RejectedStreamError: ``config.strict`` and a stream would be left alone.
         GraphBreakError: tracing stops inside the module that owns a stream.
         AlreadyTransformedError, AlreadyCompiledError: the model is transformed or compiled already.
@@ -89,6 +90,13 @@ def transform(model: nn.Module, example_inputs: Any, config: AttnResConfig | Non
         refuse_strict(whole.rejections, whole)
     if not conversions:
         raise NoStreamError(_no_stream(whole), report=whole, remedy="error.report lists every add with its reason")
+    for item in conversions:
+        if hasattr(model.get_submodule(item.path), CHILD):
+            raise AttnResError(
+                f"the module that owns a stream has an attribute {CHILD!r} already",
+                module=item.path,
+                remedy="Rename it: its name is where the pseudo-queries live",
+            )
     for number, item in enumerate(conversions):
         _convert(model.get_submodule(item.path), item, config, _part(whole, item.path, first=number == 0))
     return model

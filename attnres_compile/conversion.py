@@ -73,6 +73,10 @@ class ConvertedForward:
         """Run the rewritten module, compiling it at the first call."""
         queries = self.owner._modules[CHILD]
         assert isinstance(queries, DepthQueries)
+        query = next(queries.parameters(), queries.token)
+        if queries.token.device != query.device:
+            # Loaded with ``assign=True`` into a model made on the meta device: the token is in no state_dict.
+            queries.token = torch.zeros_like(queries.token, device=query.device)
         if self._compiled is None:
             lowering = queries.declaration.config.lowering
             self._compiled = torch.compile(_own_code(self), backend=backend.ConvertedBackend(self.owner, lowering))

@@ -239,7 +239,9 @@ class _Evaluator:
         stream.values = [value.to(branch.dtype) for value in stream.values] + [branch]
         sites = [site for site in stream.plan.sites if site.index == index + 1]
         for site in sites:
-            mixed = attend(self.queries[site.name], stream.sources(), plan.axes[index + 1], self.config)
+            sources = stream.sources()
+            assert len(sources) == site.num_sources, f"{site.name} says {site.sources}"
+            mixed = attend(self.queries[site.name], sources, plan.axes[index + 1], self.config)
             self.env.setdefault(step.node, mixed)
             self._hand(site, step.node, mixed)
 

@@ -220,6 +220,13 @@ def test_a_sequential_that_owns_its_stream() -> None:
     assert len(ac.pseudo_queries(model)) == SITES
 
 
+def test_an_attribute_in_the_way_is_named() -> None:
+    model = build()
+    model.encoder.attnres = nn.Identity()
+    with pytest.raises(ac.AttnResError, match="'attnres' already"):
+        ac.transform(model, example(), config=CONFIG)
+
+
 def test_forward_hooks_and_signature_stay() -> None:
     import inspect
 

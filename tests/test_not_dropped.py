@@ -106,6 +106,40 @@ def test_a_wrapper_calling_it_twice_runs(model: nn.Module) -> None:
     assert relative_error(compiled(a, b), want) < 1e-5
 
 
+def test_inference_mode_and_checkpoint_run(model: nn.Module) -> None:
+    want = reference(model, example())
+    with torch.inference_mode():
+        assert relative_error(model(example()), want) < 1e-6
+    x = example().requires_grad_()
+    for reentrant in (True, False):
+        out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+        assert relative_error(out, want) < 1e-6
+        (ours,) = torch.autograd.grad(out.sum(), x) if not reentrant else (None,)
+        (theirs,) = torch.autograd.grad(model(x).sum(), x)
+        assert ours is None or relative_error(ours, theirs) < 1e-5
+
+
+def test_function_transforms_run_or_raise(model: nn.Module) -> None:
+    want = reference(model, example())
+    state = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, parameters, (example(),)).sum()
+
+    try:
+        gradients = torch.func.grad(loss)(state)
+    except (ac.AttnResError, RuntimeError):
+        gradients = None
+    if gradients is not None:
+        loss(state).backward()
+        assert max(relative_error(gradients[n], p.grad) for n, p in state.items()) < 1e-5
+    try:
+        mapped = torch.func.vmap(model)(example()[None])[0]
+    except (ac.AttnResError, RuntimeError):
+        return
+    assert relative_error(mapped, want) < 1e-6
+
+
 @pytest.mark.inductor
 def test_plain_torch_compile_runs_and_keeps_a_users_own_pass(model: nn.Module) -> None:
     from torch._inductor import config

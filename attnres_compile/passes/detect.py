@@ -297,7 +297,7 @@ def _readers(state: fx.Node, following: Step | None) -> list[fx.Node]:
 def is_metadata(node: fx.Node) -> bool:
     """Whether ``node`` asks only for a shape, a dtype or the like."""
     name = ops.name_of(node)
-    return name in ops.METADATA or (name == "getattr" and node.args[1:2] and node.args[1] in ops.METADATA)
+    return name in ops.METADATA or (name == "getattr" and len(node.args) > 1 and node.args[1] in ops.METADATA)
 
 
 # ------------------------------------------------------------------ last checks

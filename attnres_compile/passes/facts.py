@@ -217,11 +217,11 @@ def feature_axis(branch: fx.Node, limit: int = 64) -> int | None:
                     return None
                 axis = mapped
             return axis
-        operand = _carrier(node)
-        if operand is None:
+        carrier = _carrier(node)
+        if carrier is None:
             return None
-        path.append((node, operand))
-        node = operand
+        path.append((node, carrier))
+        node = carrier
     return None
 
 

@@ -214,11 +214,11 @@ def dropout_is_identity(node: fx.Node) -> bool:
     """Whether a dropout node passes its input through (evaluation mode, or probability 0)."""
     module = module_of(node)
     if module is not None:
-        return not module.training or getattr(module, "p", None) == 0
+        return not module.training or bool(getattr(module, "p", None) == 0)
     name = name_of(node)
     if name == "native_dropout":
         train = node.args[2] if len(node.args) > 2 else node.kwargs.get("train", True)
-        return train is False or (len(node.args) > 1 and node.args[1] == 0)
+        return train is False or (len(node.args) > 1 and bool(node.args[1] == 0))
     probability = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
     if isinstance(node.target, torch._ops.OpOverload) or node.target in (
         torch.dropout,
@@ -227,4 +227,4 @@ def dropout_is_identity(node: fx.Node) -> bool:
         training = node.args[2] if len(node.args) > 2 else node.kwargs.get("train", True)
     else:
         training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-    return training is False or probability == 0
+    return training is False or bool(probability == 0)

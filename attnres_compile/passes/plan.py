@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from torch import fx
@@ -74,7 +75,7 @@ def block_ranges(sublayers: int, config: AttnResConfig) -> tuple[range, ...]:
         count = sublayers if config.num_blocks is None else min(config.num_blocks, sublayers)
         size = sublayers // count
     bounds = [n * size for n in range(count)] + [sublayers]
-    return tuple(range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+    return tuple(range(a, b) for a, b in itertools.pairwise(bounds))
 
 
 def plan(streams: tuple[ResidualStream, ...], config: AttnResConfig, prefix: str = "") -> tuple[BlockPlan, ...]:

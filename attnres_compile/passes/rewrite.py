@@ -189,10 +189,7 @@ class _Surgery:
         total: fx.Node | None = None
         for term in step.terms:
             value = self._term(step, term)
-            if total is None:
-                total = value
-            else:
-                total = self._emit(aten.add.Tensor, (total, value), step.node, like=step.node)
+            total = value if total is None else self._emit(aten.add.Tensor, (total, value), step.node, like=step.node)
         assert total is not None
         return total
 

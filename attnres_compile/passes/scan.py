@@ -72,6 +72,8 @@ class Scanner:
             self._flags(node)
             if (total := summands(node)) is not None:
                 self.sums[node] = total
+                for operand in total.inputs(node):
+                    self.last_use[operand] = position[node]
             elif is_opaque_add(node):
                 self._reject(node, Reason.CONSTANT_OPERAND if self.constant[node] else Reason.UNSUPPORTED_FORM)
         self._plan_bits(nodes)
@@ -84,8 +86,9 @@ class Scanner:
             for spent in self.expiring.pop(at, ()):
                 if self.needed_until.get(spent, at) <= at:
                     self.bits.bit.pop(spent, None)
-            for operand in node.all_input_nodes:
-                if self.last_use.get(operand) == position[node]:
+            used = self.sums[node].inputs(node) if node in self.sums else node.all_input_nodes
+            for operand in used:
+                if self.last_use.get(operand) == at:
                     self.reach.pop(operand, None)
                     self.anchored.pop(operand, None)
             if self.bits.crowded:

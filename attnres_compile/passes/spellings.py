@@ -32,6 +32,10 @@ class Sum:
         """Both summands."""
         return self.left, self.right
 
+    def inputs(self, node: fx.Node) -> list[fx.Node]:
+        """All that the add ``node`` takes, the summands behind a stack included."""
+        return [*node.all_input_nodes, *(self.packed.all_input_nodes if self.packed is not None else ())]
+
 
 def summands(node: fx.Node) -> Sum | None:
     """The two summands of an add of two floating tensors; ``None`` if ``node`` is none that can be taken apart."""

@@ -69,7 +69,8 @@ def test_add_into_the_stream_where_no_gradient_needs_it() -> None:
 
 def test_addcmul_adds_a_product() -> None:
     model = Stream(
-        lambda net, i, x: torch.addcmul(x, net.f(i, x), net.parts[i].gate, value=0.5), parts=lambda i: Bag(gate=torch.ones(WIDTH))
+        lambda net, i, x: torch.addcmul(x, net.f(i, x), net.parts[i].gate, value=0.5),
+        parts=lambda i: Bag(gate=torch.ones(WIDTH)),
     )
     converted(model)
 

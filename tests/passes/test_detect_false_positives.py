@@ -310,9 +310,7 @@ def test_hand_written_norm_reads_once(trace: object) -> None:
     def rms(net: Stream, i: int, x: Tensor) -> Tensor:
         return net.parts[i].weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)) + 0.0 * x
 
-    model = Stream(
-        lambda net, i, x: x + net.branches[i](rms(net, i, x)), parts=lambda i: Bag(weight=torch.ones(WIDTH))
-    )
+    model = Stream(lambda net, i, x: x + net.branches[i](rms(net, i, x)), parts=lambda i: Bag(weight=torch.ones(WIDTH)))
     options = {"trace": trace} if trace else {}
     outcome = converted(model, **options)
     # One per state: the root, each of the four states.

@@ -124,9 +124,7 @@ def test_channels_first_stream() -> None:
             x = x + net.parts[i](x)
         return net.head(x.transpose(1, 2))
 
-    outcome = converted(
-        Stream(lambda net, i, x: x, whole=whole, parts=lambda i: nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
-    )
+    outcome = converted(Stream(lambda net, i, x: x, whole=whole, parts=lambda i: nn.Conv1d(WIDTH, WIDTH, 3, padding=1)))
     assert outcome.report.streams[0].feature_dim == WIDTH
 
 
@@ -200,8 +198,6 @@ def test_dropout_that_does_nothing_on_the_stream(dropout: Callable[[Tensor], Ten
     converted(model, **options)
 
 
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (WIDTH,), (1, 1, WIDTH)], ids=str)
 @pytest.mark.parametrize("form", ["a*x + f", "(x + f)*a", "a*x + b*x0 + f", "f + x*a", "(x + f)/a"])
 def test_learned_scale_on_the_stream(form: str, shape: tuple[int, ...]) -> None:
@@ -221,9 +217,7 @@ def test_learned_scale_on_the_stream(form: str, shape: tuple[int, ...]) -> None:
                 x = a * x + b * x0 + f
         return net.head(net.norm(x))
 
-    model = Stream(
-        lambda net, i, x: x, whole=whole, parts=lambda i: Bag(a=torch.ones(shape), b=torch.ones(shape))
-    )
+    model = Stream(lambda net, i, x: x, whole=whole, parts=lambda i: Bag(a=torch.ones(shape), b=torch.ones(shape)))
     converted(model, trace=by_symbolic_trace)
 
 
@@ -345,9 +339,7 @@ def test_constant_addend_between_steps() -> None:
             x = x + net.parts[i].table
         return net.head(net.norm(x))
 
-    converted(
-        Stream(lambda net, i, x: x, whole=whole, parts=lambda i: Bag(table=torch.ones(TOKENS, WIDTH)))
-    )
+    converted(Stream(lambda net, i, x: x, whole=whole, parts=lambda i: Bag(table=torch.ones(TOKENS, WIDTH))))
 
 
 @pytest.mark.parametrize("form", ["x + p + f", "p + x + f", "f + (x + p)"])

@@ -1,0 +1,113 @@
+"""The report's shape: stable, documented in docs/report.md, and the same after a round trip through JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import attnres_compile as ac
+from attnres_compile.report import GraphBreak, LeftAlone, Site, Stream, Sublayer, TransformReport
+
+DOCS = Path(__file__).parents[1] / "docs"
+REPORT = TransformReport(
+    (
+        Stream(
+            "s",
+            4,
+            (Sublayer("layers.0", "m.py:3", "add", ("add_0", "add")), Sublayer("layers.1", "", "add_1", ("add_1",))),
+            ((0,), (1,)),
+            (Site("a", ("norm", "output"), ("root",), None), Site("b", ("norm",), ("root", "block 1"), "b")),
+            "encoder",
+        ),
+    ),
+    (LeftAlone("post_norm", "why", "layers.0", "m.py:5", "add_2"),),
+    (GraphBreak("print", "m.py:9", "layers.1"),),
+    4,
+)
+SHAPE: dict[str, list[str]] = {
+    "report": ["streams", "rejections", "graph_breaks", "parameters_added"],
+    "streams": ["name", "feature_dim", "sublayers", "blocks", "sites", "owner"],
+    "sublayers": ["module", "where", "add", "adds"],
+    "sites": ["name", "readers", "sources", "query"],
+    "rejections": ["reason", "message", "module", "where", "node"],
+    "graph_breaks": ["reason", "where", "module"],
+}
+
+
+def shape(values: dict[str, Any]) -> dict[str, list[str]]:
+    (stream,) = values["streams"]
+    lists = {**values, **stream}
+    return {
+        "report": list(values),
+        **{name: list(lists[name][0]) for name in SHAPE if name != "report"},
+    }
+
+
+def test_the_shape_is_stable() -> None:
+    assert shape(REPORT.to_dict()) == SHAPE
+
+
+def test_only_json_values() -> None:
+    values = REPORT.to_dict()
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+    assert values["streams"][0]["blocks"] == [[0], [1]]
+    assert values["streams"][0]["sites"][0]["query"] is None
+
+
+@pytest.mark.parametrize("report", [REPORT, TransformReport()], ids=["full", "empty"])
+def test_round_trip(report: TransformReport) -> None:
+    again = TransformReport.from_dict(json.loads(json.dumps(report.to_dict())))
+    assert again == report
+    assert hash(again) == hash(report)
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        REPORT.parameters_added = 5  # type: ignore[misc]
+
+
+def test_merged() -> None:
+    both = REPORT.merged(REPORT)
+    assert (len(both.streams), len(both.rejections), len(both.graph_breaks), both.parameters_added) == (2, 2, 2, 8)
+    assert REPORT.merged(TransformReport()) == REPORT == TransformReport().merged(REPORT)
+
+
+def test_documented_keys_are_the_real_ones() -> None:
+    documented: dict[str, list[str]] = {}
+    section = ""
+    for line in (DOCS / "report.md").read_text(encoding="utf-8").splitlines():
+        if heading := re.match(r"## .*`(\w+)`", line):
+            section = heading[1]
+        elif row := re.match(r"\| `(\w+)` \|", line):
+            documented.setdefault(section, []).append(row[1])
+    assert documented == SHAPE
+
+
+def test_every_reason_is_documented() -> None:
+    text = (DOCS / "detection.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)
+    assert documented == [reason.value for reason in ac.Reason]
+
+
+def test_a_real_report_has_the_shape_and_known_reasons() -> None:
+    from tests.models import build, example
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.inner(x + x.mean(-1, keepdim=True))
+
+    report = ac.explain(Shifted(), example(), ac.AttnResConfig(num_blocks=2))
+    values = {**report.to_dict(), "graph_breaks": REPORT.to_dict()["graph_breaks"]}
+    assert shape(values) == SHAPE
+    assert {rejection.reason for rejection in report.rejections} <= {reason.value for reason in ac.Reason}
+    assert TransformReport.from_dict(report.to_dict()) == report
