@@ -24,6 +24,7 @@ from attnres_compile.errors import (
 from attnres_compile.inputs import Inputs, as_inputs
 from attnres_compile.parameters import CHILD, Declaration, DepthQueries, converted, late_queries
 from attnres_compile.passes import facts
+from attnres_compile.passes.checkpoint import close_regions, open_regions
 from attnres_compile.passes.detect import detect
 from attnres_compile.passes.plan import BlockPlan, plan
 from attnres_compile.passes.streams import ResidualStream
@@ -180,6 +181,7 @@ def rewrite_graph(
     """
     config = config or AttnResConfig()
     module = graphs.with_shapes(graph_module, example_inputs)
+    regions = open_regions(module)
     detection = detect(module.graph, config)
     plans = plan(detection.streams, config)
     whole = build_report(detection, plans, config)
@@ -187,7 +189,9 @@ def rewrite_graph(
         refuse_strict(whole.rejections, whole)
     if not plans:
         raise NoStreamError(_no_stream(whole), report=whole, remedy="error.report lists every add with its reason")
-    return graphs.rewritten(module, plans, config, whole), whole
+    result = graphs.rewritten(module, plans, config, whole)
+    close_regions(result, regions)
+    return result, whole
 
 
 # ------------------------------------------------------------------ how
@@ -200,6 +204,7 @@ def _study(model: nn.Module, example_inputs: Any, config: AttnResConfig) -> tupl
     if traced.breaks:
         return _study_owners(model, inputs, config, traced)
     (graph,) = traced.graphs
+    open_regions(graph)
     detection = detect(graph.graph, config)
     conversions = [
         _Conversion(path, plan(tuple(streams), config, path))
@@ -221,6 +226,8 @@ def _study_owners(
     model: nn.Module, inputs: Inputs, config: AttnResConfig, traced: Capture
 ) -> tuple[list[_Conversion], TransformReport]:
     """The model breaks into pieces; a stream in one piece is converted if its owner can be traced as a whole."""
+    for piece in traced.graphs:
+        open_regions(piece)
     paths = [path for graph in traced.graphs for path in _by_owner(model, detect(graph.graph, config).streams)]
     if not paths:
         broken = traced.breaks[0]
@@ -232,6 +239,7 @@ def _study_owners(
     conversions: list[_Conversion] = []
     whole = TransformReport(graph_breaks=traced.breaks)
     for path, graph in capture_owners(model, inputs, dict.fromkeys(paths)).items():
+        open_regions(graph)
         detection = detect(graph.graph, config)
         # Named from the owner, like everything that its own capture sees.
         plans = plan(detection.streams, config)

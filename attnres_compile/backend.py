@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,6 +25,7 @@ from attnres_compile.errors import ConfigError
 from attnres_compile.kernels import ops as kernel_ops
 from attnres_compile.parameters import LATE, Declaration, DepthQueries
 from attnres_compile.passes import facts
+from attnres_compile.passes.checkpoint import close_regions, make_eager, open_regions
 from attnres_compile.passes.detect import detect
 from attnres_compile.passes.plan import BlockPlan, plan
 from attnres_compile.passes.rewrite import QueryNodes, rewrite
@@ -139,6 +143,8 @@ def rewrite_declared(graph: fx.Graph) -> int:
     declared = [
         _Declared(node, facts.module_path(node), Declaration.from_text(str(node.args[2])), []) for node in nodes
     ]
+    module = graph.owning_module
+    regions = open_regions(module) if module is not None else []
     position = {node: at for at, node in enumerate(graph.nodes)}
     for config in {d.declaration.config for d in declared}:
         for stream in detect(graph, config).streams:
@@ -158,6 +164,8 @@ def rewrite_declared(graph: fx.Graph) -> int:
         rewrite(graph, plans, queries, item.declaration.config)
     for node in nodes:
         graph.erase_node(node)
+    if module is not None:
+        close_regions(module, regions)
     return sum(len(item.declaration.sites) for item in declared)
 
 
@@ -184,6 +192,8 @@ def _lower(module: fx.GraphModule, lowering: Lowering) -> None:
 def _finish(module: fx.GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Callable[..., Any]:
     _lower(module, lowering)
     if lowering == "eager":
+        make_eager(module)
+        module.recompile()
         call: Callable[..., Any] = module.forward
         return call
     from torch._inductor.compile_fx import compile_fx
@@ -245,6 +255,7 @@ def _check_options(graph: fx.Graph, options: dict[str, Any]) -> None:
 
 def _late(module: fx.GraphModule, inputs: list[Any], config: AttnResConfig) -> Callable[..., Any]:
     """Convert a graph of a model that was never transformed."""
+    regions = open_regions(module)
     detection = detect(module.graph, config)
     plans = plan(detection.streams, config)
     if config.strict:
@@ -258,12 +269,14 @@ def _late(module: fx.GraphModule, inputs: list[Any], config: AttnResConfig) -> C
                 "attnres_compile.explain says why",
                 stacklevel=2,
             )
+        close_regions(module, regions)
         return _finish(module, inputs, config.lowering)
     anchor = _anchor(module.graph, plans[0].stream)
     report = build_report(detection, plans, config)
     sample = DepthQueries(declaration)
     queries = _append_placeholders(module.graph, sample, anchor.like)
     rewrite(module.graph, plans, queries, config)
+    close_regions(module, regions)
     extra = [nn.Parameter(q.to(anchor.like)) for q in sample.tensors()]
     compiled = _finish(module, [*inputs, *extra], config.lowering)
     # One model or many may run this code: dynamo does not tell models of one class apart. Looked up at each call.
@@ -388,6 +401,11 @@ def rewrite_for_inductor(graph: fx.Graph) -> None:
         _lower(graph.owning_module, "inductor")
 
 
+@functools.cache
 def pass_identity() -> str:
-    """What Inductor's cache must know of our passes; their configuration is part of the graph."""
-    return __version__
+    """What Inductor's caches must know of us: a digest of this package's code. Configurations are in the graph."""
+    digest = hashlib.sha256(__version__.encode())
+    for file in sorted(Path(__file__).parent.rglob("*")):
+        if file.suffix in (".py", ".cpp"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from attnres_compile import AttnResConfig
 from attnres_compile.passes.plan import BlockPlan, SitePlan
+from attnres_compile.passes.streams import Step
 from tests.helpers import random_state, seeded
 
 
@@ -232,10 +233,14 @@ class _Evaluator:
         for carrier in step.passes:
             stream.values = [self._along(carrier, before, value) for value in stream.values]
             before = carrier
-        local: dict[fx.Node, Any] = {step.skip: torch.zeros_like(stream.values[0])}
-        for add in step.adds:
-            local[add] = self._call(add, lambda n, add=add: local[n] if n in local else self._read(add, n), True)
-        branch = local[step.node]
+        zeros = torch.zeros_like(stream.values[0])
+        branch = self._summed(step, {step.skip: zeros}, self._read)
+        if sum(step.skip in add.all_input_nodes for add in step.adds) > 1 or len(step.adds[0].all_input_nodes) == 1:
+            # The state is the branch's, too (x + x): whatever its weight is beyond the one that carries it on.
+            ones = torch.ones_like(zeros)
+            weight = self._summed(step, {step.skip: ones}, lambda add, n: torch.zeros_like(self._read(add, n)))
+            reader = next(add for add in step.adds if step.skip in add.all_input_nodes)
+            branch = branch + (weight - 1) * self._read(reader, step.skip)
         stream.values = [value.to(branch.dtype) for value in stream.values] + [branch]
         sites = [site for site in stream.plan.sites if site.index == index + 1]
         for site in sites:
@@ -244,6 +249,12 @@ class _Evaluator:
             mixed = attend(self.queries[site.name], sources, plan.axes[index + 1], self.config)
             self.env.setdefault(step.node, mixed)
             self._hand(site, step.node, mixed)
+
+    def _summed(self, step: Step, local: dict[fx.Node, Any], read: Callable[[fx.Node, fx.Node], Any]) -> Any:
+        """What the adds of a step give, with the values of ``local`` in place of the nodes' own."""
+        for add in step.adds:
+            local[add] = self._call(add, lambda n, add=add: local[n] if n in local else read(add, n), True)
+        return local[step.node]
 
     def _call(self, node: fx.Node, read: Any, fresh: bool = False) -> Any:
         args, kwargs = fx.map_arg(node.args, read), fx.map_arg(node.kwargs, read)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -374,21 +375,21 @@ def _branches(depth: int) -> st.SearchStrategy[Branch]:
 
 
 @st.composite
-def _steps(draw: Callable[..., object], depth: int) -> Step:
+def _steps(draw: Callable[..., Any], depth: int) -> Step:
     branches = draw(st.lists(_branches(depth), min_size=1, max_size=3))
-    assert isinstance(branches, list)
     count = len(branches)
     order = draw(st.permutations(range(count + 1)))
     joins = draw(st.tuples(*(st.integers(0, n - 1) for n in range(count, 0, -1))))
     spelling = st.sampled_from(_ADDS * 3 + _RARE_ADDS)
     spellings = draw(st.tuples(*(spelling for _ in range(count))))
-    return Step(tuple(branches), tuple(order), joins, spellings)  # type: ignore[arg-type]
+    return Step(tuple(branches), tuple(order), joins, spellings)
 
 
 def programs(depth: int, least: int = 2, most: int = 6) -> st.SearchStrategy[tuple[Instruction, ...]]:
     """Programs whose branches nest ``depth`` deep; most instructions are residual steps."""
     step = _steps(depth)
-    do = st.sampled_from(_QUIET * 4 + _AFFINE * 2 + _CASTS + HAZARDS).map(Do)
+    kinds = st.sampled_from((_QUIET, _QUIET, _QUIET, _AFFINE, _CASTS, HAZARDS, HAZARDS))
+    do = kinds.flatmap(st.sampled_from).map(Do)
     instruction = st.sampled_from((0, 0, 0, 1)).flatmap(lambda kind: do if kind else step)
     return st.lists(instruction, min_size=least, max_size=most).map(tuple)
 
@@ -397,3 +398,41 @@ def networks() -> st.SearchStrategy[Spec]:
     """Random networks."""
     often = st.sampled_from((True, True, True, False))
     return st.builds(Spec, programs(1, least=3, most=8), often, st.booleans(), often)
+
+
+_PLAIN_ADDS = ("+", "torch", "method", "sum", "stack")
+_CARRIERS = (
+    "tap",
+    "return",
+    "save",
+    "roll",
+    "contiguous",
+    "clone",
+    "eval_dropout",
+    "two",
+    "scalar",
+    "vector",
+    *LAYOUTS,
+)
+
+
+@st.composite
+def _plain_steps(draw: Callable[..., Any]) -> Step:
+    norms, bodies = st.sampled_from(("layer", "rms", "half")), st.sampled_from(("linear", "mlp"))
+    after = st.lists(st.sampled_from(("dropout", "layerscale", "half")), max_size=2).map(tuple)
+    branches = draw(st.lists(st.builds(Branch, st.just("x"), norms, bodies, after), min_size=1, max_size=3))
+    count = len(branches)
+    return Step(
+        tuple(branches),
+        tuple(draw(st.permutations(range(count + 1)))),
+        draw(st.tuples(*(st.integers(0, n - 1) for n in range(count, 0, -1)))),
+        draw(st.tuples(*(st.sampled_from(_PLAIN_ADDS) for _ in range(count)))),
+    )
+
+
+def plain_networks() -> st.SearchStrategy[Spec]:
+    """Networks of one stream that must be converted whole: each :class:`Step` is a sublayer."""
+    do = st.sampled_from(_CARRIERS).map(Do)
+    pair = st.tuples(_plain_steps(), st.lists(do, max_size=2).map(tuple)).map(lambda p: (p[0], *p[1]))
+    program = st.lists(pair, min_size=2, max_size=5).map(lambda pairs: tuple(i for p in pairs for i in p))
+    return st.builds(Spec, program, st.booleans(), st.booleans(), st.booleans())

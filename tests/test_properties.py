@@ -22,6 +22,7 @@ from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.plan import plan
 from attnres_compile.passes.scan import Scanner
 from attnres_compile.passes.streams import Step, Term
+from tests import networks as networks_of
 from tests.evaluate import Captured, by_dynamo, by_symbolic_trace, evaluate, float_adds
 from tests.helpers import random_state, randomize, randomize_queries, relative_error
 from tests.networks import Network, Spec, inputs, networks
@@ -64,8 +65,8 @@ def tolerance(spec: Spec) -> float:
     return 2e-5 if "float" in repr(spec) else 1e-11
 
 
-def check(captured: Captured, config: ac.AttnResConfig, allowed: float) -> bool:
-    """Whether the graph was converted; raises where anything about that is wrong."""
+def check(captured: Captured, config: ac.AttnResConfig, allowed: float) -> list[int]:
+    """Number of sublayers of each converted stream; raises where anything is wrong."""
     captured = Captured(graphs.with_shapes(captured.module, captured.args), captured.args)
     before = str(captured.module.graph)
     try:
@@ -75,7 +76,7 @@ def check(captured: Captured, config: ac.AttnResConfig, allowed: float) -> bool:
     assert str(captured.module.graph) == before, "the user's graph was changed"
     accounted(captured, report)
     if module is None:
-        return False
+        return []
     grad = differentiable(captured)
     wanted = captured.run(grad=grad)
     found = captured.run(module, grad=grad)
@@ -84,7 +85,7 @@ def check(captured: Captured, config: ac.AttnResConfig, allowed: float) -> bool:
     for got, want in zip(found[1], wanted[1], strict=True):
         assert float((got - want).abs().max()) <= allowed * size, "gradients"
     equations(captured, config, allowed)
-    return True
+    return [len(stream.sublayers) for stream in report.streams]
 
 
 def differentiable(captured: Captured) -> bool:
@@ -123,10 +124,26 @@ def network(spec: Spec) -> Network:
     return model
 
 
-@profile(250)
+def check_any(spec: Spec, config: ac.AttnResConfig) -> None:
+    check(by_symbolic_trace(network(spec), *inputs()), config, tolerance(spec))
+
+
+def check_plain(spec: Spec, config: ac.AttnResConfig) -> None:
+    """Networks of which nothing may be left alone."""
+    found = check(by_symbolic_trace(network(spec), *inputs()), config, tolerance(spec))
+    assert found == [sum(isinstance(item, networks_of.Step) for item in spec.program)], "sublayers"
+
+
+@profile(200)
 @given(networks(), configs)
 def test_graphs_of_symbolic_trace(spec: Spec, config: ac.AttnResConfig) -> None:
-    check(by_symbolic_trace(network(spec), *inputs()), config, tolerance(spec))
+    check_any(spec, config)
+
+
+@profile(50)
+@given(networks_of.plain_networks(), configs)
+def test_plain_networks_are_converted_whole(spec: Spec, config: ac.AttnResConfig) -> None:
+    check_plain(spec, config)
 
 
 @profile(15)
@@ -173,29 +190,31 @@ def _without_factor(node: fx.Node, factor: float = 1.0, product: Any = None) -> 
     return Term(node, 1.0, product)
 
 
-BREAKS: dict[str, tuple[object, str, object]] = {
-    "writes are not seen": (Memory, "write_after", lambda *_: None),
-    "in-place adds are always taken for functional": (Memory, "is_functional", lambda *_: True),
-    "the skip is taken for the branch": (Scanner, "_choose", _swapped(Scanner._choose)),
-    "a term is dropped": (detect_pass, "Step", _one_term),
-    "alpha and minus are dropped": (spellings, "Term", _without_factor),
-    "what the stream goes through is ignored": (detect_pass, "_passes", lambda *_: ()),
-    "casts of the stream are ignored": (rewrite_pass, "_dtype", lambda node: torch.float64),
-    "dropout is taken for nothing": (ops, "dropout_is_identity", lambda node: True),
-    "a scale may depend on the stream": (Scanner, "_scaled_operand", lambda self, node, name: node.args[0]),
-    "a rejection is forgotten": (Scanner, "_reject", lambda *_: None),
+# What is broken, and the property that sees it.
+BREAKS: dict[str, tuple[object, str, object, str]] = {
+    "writes are not seen": (Memory, "write_after", lambda *_: None, "any"),
+    "in-place adds are always taken for functional": (Memory, "is_functional", lambda *_: True, "any"),
+    "the skip is taken for the branch": (Scanner, "_choose", _swapped(Scanner._choose), "plain"),
+    "a term is dropped": (detect_pass, "Step", _one_term, "plain"),
+    "alpha and minus are dropped": (spellings, "Term", _without_factor, "any"),
+    "what the stream goes through is ignored": (detect_pass, "_passes", lambda *_: (), "plain"),
+    "casts of the stream are ignored": (rewrite_pass, "_dtype", lambda node: torch.float64, "any"),
+    "dropout is taken for nothing": (ops, "dropout_is_identity", lambda node: True, "any"),
+    "a scale may depend on the stream": (Scanner, "_scaled_operand", lambda self, node, name: node.args[0], "any"),
+    "a rejection is forgotten": (Scanner, "_reject", lambda *_: None, "any"),
 }
 
 
 @pytest.mark.parametrize("what", BREAKS)
 def test_broken_detection_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    holder, name, broken = BREAKS[what]
+    holder, name, broken, by = BREAKS[what]
     monkeypatch.setattr(holder, name, broken)
+    drawn, prove = (networks(), check_any) if by == "any" else (networks_of.plain_networks(), check_plain)
 
-    @settings(profile(150), phases=[Phase.generate], derandomize=True, max_examples=150, report_multiple_bugs=False)
-    @given(networks(), configs)
+    @settings(profile(200), phases=[Phase.generate], derandomize=True, max_examples=200, report_multiple_bugs=False)
+    @given(drawn, configs)
     def search(spec: Spec, config: ac.AttnResConfig) -> None:
-        check(by_symbolic_trace(network(spec), *inputs()), config, tolerance(spec))
+        prove(spec, config)
 
     with pytest.raises((AssertionError, RuntimeError, ac.AttnResError, TypeError, ValueError, KeyError)):
         search()

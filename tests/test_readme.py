@@ -99,18 +99,16 @@ def test_command_line_prints_what_is_shown(start: str, monkeypatch: pytest.Monke
     assert result.exit_code == 0
 
     def steady(text: str) -> list[str]:
-        # Rounding errors and the lines of a library's files are no promise.
-        text = re.sub(r"\d\.\d\de-\d\d", "ERROR", text)
+        # Rounding errors, where they are largest, and the lines of a library's files are no promise.
+        text = re.sub(r"\d\.\d\de-\d\d( +1e-05 +)\S+", r"ERROR\1NAME", text)
         text = re.sub(r"(\.py):\d+", r"\1:LINE", text)
         return [" ".join(row.split()) for row in text.splitlines()]
 
     shown, real = steady(shown_after(start)), steady(result.stdout)
-    assert shown[:3] == real[:3]
-    assert [row for row in shown if "largest" in row or "note" in row] == [
-        row for row in real if "largest" in row or "note" in row
-    ]
-    if start.startswith("attnres inspect"):
-        assert [row for row in shown if row] == [row for row in real if row]
+    if "Left alone: 12 adds" in real:
+        # Where long paths break depends on where a library stands.
+        shown, real = (rows[: rows.index("Left alone: 12 adds") + 2] for rows in (shown, real))
+    assert [row for row in shown if row] == [row for row in real if row]
 
 
 def test_options_of_the_synopsis_exist() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import attnres_compile as ac
 from attnres_compile.report import GraphBreak, LeftAlone, Site, Stream, Sublayer, TransformReport
+from attnres_compile.reporting import STREAM_REASONS
 
 DOCS = Path(__file__).parents[1] / "docs"
 REPORT = TransformReport(
@@ -91,8 +92,10 @@ def test_documented_keys_are_the_real_ones() -> None:
 
 def test_every_reason_is_documented() -> None:
     text = (DOCS / "detection.md").read_text(encoding="utf-8")
-    documented = re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)
-    assert documented == [reason.value for reason in ac.Reason]
+    documented = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", text, flags=re.MULTILINE))
+    assert list(documented) == [reason.value for reason in ac.Reason]
+    assert {reason for reason, kind in documented.items() if kind == "stream"} == STREAM_REASONS
+    assert set(documented.values()) == {"stream", "add"}
 
 
 def test_a_real_report_has_the_shape_and_known_reasons() -> None:

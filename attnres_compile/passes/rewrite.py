@@ -17,6 +17,7 @@ from torch import fx
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import LoweringError
 from attnres_compile.passes import facts
+from attnres_compile.passes.checkpoint import REGION
 from attnres_compile.passes.detect import is_metadata
 from attnres_compile.passes.plan import BlockPlan, SitePlan
 from attnres_compile.passes.streams import Step, Term
@@ -255,7 +256,12 @@ class _Surgery:
             config.scale_for(int(value.shape[axis])),
             config.value == "normalized",
         )
-        return self._emit(torch.ops.attnres.mix.default, arguments, origin, like=step.node)
+        mixed = self._emit(torch.ops.attnres.mix.default, arguments, origin, like=step.node)
+        # A mix is recomputed with what reads it first.
+        mixed.meta.pop(REGION, None)
+        if REGION in site.readers[0].meta:
+            mixed.meta[REGION] = site.readers[0].meta[REGION]
+        return mixed
 
     def _emit(
         self,
@@ -266,7 +272,7 @@ class _Surgery:
         dtype: torch.dtype | None = None,
     ) -> fx.Node:
         node = self.graph.call_function(target, arguments)
-        for key in ("nn_module_stack", "stack_trace", "source_fn_stack", "seq_nr"):
+        for key in ("nn_module_stack", "stack_trace", "source_fn_stack", "seq_nr", REGION):
             if key in origin.meta:
                 node.meta[key] = origin.meta[key]
         value = facts.tensor(like)

@@ -120,7 +120,7 @@ def test_assigned_weights_and_queries_are_used_after_compilation(family: Family)
     assert relative_error(outputs(second, inputs), want) > 1e-2
 
 
-def only_queries(state: dict[str, Any], model: nn.Module, family: Family) -> dict[str, Any]:
+def only_queries(state: dict[str, Any], family: Family) -> dict[str, Any]:
     """The part of a state_dict that conversion added."""
     original = set(prepare(family).state_dict())
     return {key: value for key, value in state.items() if key not in original}
@@ -131,7 +131,7 @@ def test_queries_alone_can_be_assigned() -> None:
     inputs = example(family)
     first, queries = convert(family)
     randomize_queries(queries)
-    state = {key: value.clone() for key, value in only_queries(first.state_dict(), first, family).items()}
+    state = {key: value.clone() for key, value in only_queries(first.state_dict(), family).items()}
     second, _ = convert(family)
     outputs(second, inputs)
     result = second.load_state_dict(state, strict=False, assign=True)

@@ -1,0 +1,177 @@
+"""Activation-checkpointed regions: opened for the other passes, closed again afterwards.
+
+dynamo captures a checkpointed call as one op over a body graph. A stream that runs through such bodies is seen
+only when they are opened. Each node then remembers its region; what rewriting adds goes to the region of what
+reads it (a mix) or of what made it (a partial sum), and closing finds each region's new operands and results by
+definition and use. What a region does not return is recomputed, as before.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from attnres_compile.passes import ops
+
+# Key in ``node.meta`` of the region that a node belongs to.
+REGION = "attnres_region"
+
+
+@dataclass(frozen=True)
+class Region:
+    """A region that was opened: what calls its body, how, and what the body says of itself."""
+
+    target: Any
+    kwargs: dict[str, Any]
+    meta: dict[str, Any]
+    body_meta: dict[str, Any]
+
+
+def open_regions(module: fx.GraphModule) -> list[Region]:
+    """Put the bodies of checkpointed regions in place of their calls, in ``module.graph``.
+
+    A region that holds another one, or constants of its own, stays closed.
+
+    Returns:
+        The regions, by the number that their nodes carry in ``meta``.
+    """
+    regions: list[Region] = []
+    for node in list(module.graph.nodes):
+        if ops.name_of(node) not in ops.CHECKPOINTS or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        body = _body(module, node.args[0])
+        if body is None or any(n.op in ("get_attr", "call_module") for n in body.graph.nodes):
+            continue
+        if any(user.target is not operator.getitem for user in node.users):
+            continue
+        _inline(module.graph, node, body, len(regions))
+        regions.append(Region(node.target, dict(node.kwargs), dict(node.meta), dict(body.meta)))
+    return regions
+
+
+def _body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    body = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+    return body if isinstance(body, fx.GraphModule) else None
+
+
+def _inline(graph: fx.Graph, call: fx.Node, body: fx.GraphModule, number: int) -> None:
+    inner = [node for node in body.graph.nodes if node.op == "placeholder"]
+    values: dict[fx.Node, Any] = dict(zip(inner, call.args[1:], strict=True))
+    results: Any = ()
+    with graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                results = fx.map_arg(node.args[0], lambda n: values[n])
+                continue
+            copied = graph.node_copy(node, lambda n: values[n])
+            copied.meta = {**node.meta, REGION: number}
+            values[node] = copied
+    for user in list(call.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(call)
+
+
+def close_regions(module: fx.GraphModule, regions: list[Region]) -> None:
+    """Fold each region of ``module.graph`` into a checkpointed call again."""
+    if not regions:
+        return
+    members: dict[int, list[fx.Node]] = {}
+    for node in module.graph.nodes:
+        if REGION in node.meta:
+            members.setdefault(node.meta[REGION], []).append(node)
+    for number, nodes in members.items():
+        _fold(module, regions[number], nodes, number)
+    _sort(module.graph)
+    module.delete_all_unused_submodules()
+    module.recompile()
+
+
+def _fold(module: fx.GraphModule, region: Region, nodes: list[fx.Node], number: int) -> None:
+    graph = module.graph
+    inside = set(nodes)
+    operands = list(dict.fromkeys(i for node in nodes for i in node.all_input_nodes if i not in inside))
+    results = [node for node in nodes if any(user not in inside for user in node.users)]
+    body = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for operand in operands:
+        values[operand] = body.placeholder(operand.name)
+        values[operand].meta = {k: v for k, v in operand.meta.items() if k in ("example_value", "val")}
+    for node in nodes:
+        values[node] = body.node_copy(node, lambda n: values[n])
+        values[node].meta = {k: v for k, v in node.meta.items() if k != REGION}
+    body.output(tuple(values[node] for node in results))
+    inner = fx.GraphModule(nn.Module(), body)
+    inner.meta = dict(region.body_meta)
+    name = f"attnres_region_{number}"
+    module.add_submodule(name, inner)
+    with graph.inserting_after(nodes[-1]):
+        attribute = graph.get_attr(name)
+    with graph.inserting_after(attribute):
+        call = graph.call_function(region.target, (attribute, *operands), region.kwargs)
+    call.meta = dict(region.meta)
+    key = "example_value" if "example_value" in nodes[-1].meta else "val"
+    call.meta[key] = tuple(node.meta.get(key) for node in results)
+    last = call
+    for index, node in enumerate(results):
+        with graph.inserting_after(last):
+            last = graph.call_function(operator.getitem, (call, index))
+        last.meta = {k: v for k, v in node.meta.items() if k != REGION}
+        node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(nodes):
+        graph.erase_node(node)
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Put every node behind its operands, and otherwise leave the order as it is."""
+    nodes = list(graph.nodes)
+    place = {node: at for at, node in enumerate(nodes)}
+    waiting = {node: len(node.all_input_nodes) for node in nodes}
+    ready = [place[node] for node in nodes if not waiting[node]]
+    heapq.heapify(ready)
+    ordered: list[fx.Node] = []
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        ordered.append(node)
+        for user in node.users:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, place[user])
+    for before, node in zip(ordered, ordered[1:], strict=False):
+        before.append(node)
+
+
+def make_eager(module: fx.GraphModule) -> None:
+    """Let the checkpointed calls of ``module`` run as such without a compiler.
+
+    The op itself leaves the random state to the compiler: run op by op, dropout would draw other numbers when it is
+    recomputed than it drew at first.
+    """
+    for node in module.graph.nodes:
+        if ops.name_of(node) not in ops.CHECKPOINTS or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        body = _body(module, node.args[0])
+        if body is None:
+            continue
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(body.graph, {}))
+        own = fx.GraphModule(body, graph)
+        own.meta = dict(body.meta)
+        make_eager(own)
+        own.recompile()
+        setattr(module, str(node.args[0].target), own)
+        node.target = _recomputed
+
+
+def _recomputed(body: fx.GraphModule, *operands: Any, **kwargs: Any) -> Any:
+    options = {name: kwargs[name] for name in ("preserve_rng_state", "determinism_check", "debug") if name in kwargs}
+    if "_checkpoint_context_fn" in body.meta:
+        options["context_fn"] = body.meta["_checkpoint_context_fn"]
+    return checkpoint(body, *operands, use_reentrant=False, **options)

@@ -1,0 +1,159 @@
+"""Activation checkpointing: streams through checkpointed regions are converted, and still recomputed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import attnres_compile as ac
+from tests.helpers import outputs_and_gradients, randomize, randomize_queries, relative_error
+from tests.models import WIDTH, Block
+
+CONFIG = ac.AttnResConfig(num_blocks=3, lowering="eager")
+X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+# Reentrant checkpointing gives no gradients unless an input wants one.
+X.requires_grad_()
+
+
+def _keep_matmuls(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_CONTEXTS = functools.partial(create_selective_checkpoint_contexts, _keep_matmuls)
+
+
+class Stack(nn.Module):
+    """Blocks of which some calls are checkpointed: each layer, pairs of layers, or single branches."""
+
+    def __init__(self, how: str, dropout: float = 0.0, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.how = how
+
+    def call(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.how == "selective":
+            return checkpoint(function, x, use_reentrant=False, context_fn=_CONTEXTS)
+        return checkpoint(function, x, use_reentrant=self.how == "reentrant")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "plain":
+            for layer in self.layers:
+                x = layer(x)
+        elif self.how == "pairs":
+            for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
+                x = self.call(lambda y, a=first, b=second: b(a(y)), x)
+        elif self.how == "branches":
+            for layer in self.layers:
+                x = x + self.call(lambda y, m=layer: m.mixer(m.norm1(y)).cumsum(1), x)
+                x = x + self.call(lambda y, m=layer: m.mlp(m.norm2(y)), x)
+        elif self.how == "mixed":
+            for index, layer in enumerate(self.layers):
+                x = self.call(layer, x) if index % 2 else layer(x)
+        else:
+            for layer in self.layers:
+                x = self.call(layer, x)
+        return self.norm(x)
+
+
+WAYS = ["layers", "reentrant", "pairs", "branches", "mixed", "selective"]
+
+
+def build(how: str, dropout: float = 0.0) -> Stack:
+    model = randomize(Stack(how, dropout).double()).train()
+    assert isinstance(model, Stack)
+    return model
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_exact_and_found_whole(how: str) -> None:
+    # What reentrant checkpoints leave out of torch.autograd.grad, a model without checkpoints has.
+    original = build("plain" if how == "reentrant" else how)
+    want = outputs_and_gradients(original, dict(original.named_parameters()), (X,))
+    model = build(how)
+    names = dict(model.named_parameters())
+    ac.transform(model, X, config=CONFIG)
+    assert [len(stream.sublayers) for stream in ac.report(model).streams] == [8]
+    got = outputs_and_gradients(model, names, (X,))
+    assert relative_error(got.outputs, want.outputs) < 1e-12
+    assert max(relative_error(got.gradients[n], want.gradients[n]) for n in names) < 1e-11
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_random_queries_give_what_they_give_without_checkpoints(how: str) -> None:
+    runs = []
+    for way in ("plain", how):
+        model = build(way)
+        ac.transform(model, X, config=CONFIG)
+        randomize_queries(dict(enumerate(ac.pseudo_queries(model).values())))
+        runs.append(outputs_and_gradients(model, dict(model.named_parameters()), (X,)))
+    plain, ours = runs
+    assert relative_error(ours.outputs, plain.outputs) < 1e-12
+    gradients = zip(ours.gradients.values(), plain.gradients.values(), strict=True)
+    assert max(relative_error(a, b) for a, b in gradients) < 1e-10
+
+
+def test_dropout_draws_the_same_numbers_when_recomputed() -> None:
+    model = build("layers", dropout=0.3)
+    names = dict(model.named_parameters())
+    want = outputs_and_gradients(model, names, (X,))
+    ac.transform(model, X, config=CONFIG)
+    got = outputs_and_gradients(model, names, (X,))
+    assert relative_error(got.outputs, want.outputs) < 1e-12
+    assert max(relative_error(got.gradients[n], want.gradients[n]) for n in names) < 1e-11
+
+
+def _saved_bytes(model: nn.Module, x: Tensor) -> int:
+    seen: dict[int, int] = {}
+
+    def pack(value: Tensor) -> Tensor:
+        if not isinstance(value, nn.Parameter):
+            seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        model(x)
+    return sum(seen.values())
+
+
+def test_memory_stays_low() -> None:
+    x = torch.randn(4, 64, WIDTH, dtype=torch.float64)
+    sizes = {}
+    for how in ("plain", "layers"):
+        model = build(how)
+        ac.transform(model, x, config=CONFIG)
+        sizes[how] = _saved_bytes(model, x)
+    assert sizes["layers"] < 0.5 * sizes["plain"]
+
+
+@pytest.mark.parametrize("backend", ["own", "outer", "late"])
+def test_every_way_in(backend: str) -> None:
+    model = build("layers")
+    want = model(X)
+    if backend != "late":
+        ac.transform(model, X, config=CONFIG)
+    options = {"lowering": "eager"} if backend == "outer" else {"lowering": "eager", "num_blocks": 3}
+    run = model if backend == "own" else torch.compile(model, backend="attnres", options=options)
+    assert relative_error(run(X), want) < 1e-12
+    randomize_queries(ac.pseudo_queries(model))
+    assert relative_error(run(X), want) > 1e-3
+
+
+def test_nested_regions_are_left_alone_by_name() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build("layers")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    with pytest.raises(ac.NoStreamError) as caught:
+        ac.transform(Nested(), X, config=CONFIG)
+    assert "checkpointed" in {rejection.reason for rejection in caught.value.report.rejections}
