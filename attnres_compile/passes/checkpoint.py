@@ -9,6 +9,7 @@ definition and use. What a region does not return is recomputed, as before.
 from __future__ import annotations
 
 import heapq
+import itertools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +145,7 @@ def _sort(graph: fx.Graph) -> None:
             waiting[user] -= 1
             if not waiting[user]:
                 heapq.heappush(ready, place[user])
-    for before, node in zip(ordered, ordered[1:], strict=False):
+    for before, node in itertools.pairwise(ordered):
         before.append(node)
 
 
@@ -171,7 +172,8 @@ def make_eager(module: fx.GraphModule) -> None:
 
 
 def _recomputed(body: fx.GraphModule, *operands: Any, **kwargs: Any) -> Any:
-    options = {name: kwargs[name] for name in ("preserve_rng_state", "determinism_check", "debug") if name in kwargs}
+    known = ("preserve_rng_state", "determinism_check", "debug")
+    options: dict[str, Any] = {name: kwargs[name] for name in known if name in kwargs}
     if "_checkpoint_context_fn" in body.meta:
         options["context_fn"] = body.meta["_checkpoint_context_fn"]
     return checkpoint(body, *operands, use_reentrant=False, **options)
