@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,8 +29,8 @@ from attnres_compile.passes.checkpoint import close_regions, open_regions
 from attnres_compile.passes.detect import detect
 from attnres_compile.passes.plan import BlockPlan, plan
 from attnres_compile.passes.streams import ResidualStream
-from attnres_compile.report import TransformReport
-from attnres_compile.reporting import build_report, join, refuse_strict
+from attnres_compile.report import GraphBreak, TransformReport
+from attnres_compile.reporting import build_report, join, parameters_per_site, refuse_strict
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,10 @@ def explain(model: nn.Module, example_inputs: Any, config: AttnResConfig | None 
     """
     config = config or AttnResConfig()
     _refuse_wrapped(model)
-    return _study(model, example_inputs, config)[1]
+    try:
+        return _study(model, example_inputs, config)[1]
+    except GraphBreakError as error:
+        return TransformReport(graph_breaks=(GraphBreak(error.what, error.where),))
 
 
 def transform(model: nn.Module, example_inputs: Any, config: AttnResConfig | None = None) -> nn.Module:
@@ -89,6 +93,13 @@ def transform(model: nn.Module, example_inputs: Any, config: AttnResConfig | Non
     conversions, whole = _study(model, example_inputs, config)
     if config.strict:
         refuse_strict(whole.rejections, whole)
+    if not conversions and whole.graph_breaks:
+        broken = whole.graph_breaks[0]
+        raise GraphBreakError(
+            f"tracing stops before a whole residual stream is seen: {broken.reason}",
+            where=broken.where,
+            remedy="Remove what breaks the graph (TORCH_LOGS=graph_breaks shows all places)",
+        )
     if not conversions:
         raise NoStreamError(_no_stream(whole), report=whole, remedy="error.report lists every add with its reason")
     for item in conversions:
@@ -99,7 +110,7 @@ def transform(model: nn.Module, example_inputs: Any, config: AttnResConfig | Non
                 remedy="Rename it: its name is where the pseudo-queries live",
             )
     for number, item in enumerate(conversions):
-        _convert(model.get_submodule(item.path), item, config, _part(whole, item.path, first=number == 0))
+        _convert(model.get_submodule(item.path), item, config, _part(whole, item.path, config, first=number == 0))
     return model
 
 
@@ -230,12 +241,9 @@ def _study_owners(
         open_regions(piece)
     paths = [path for graph in traced.graphs for path in _by_owner(model, detect(graph.graph, config).streams)]
     if not paths:
-        broken = traced.breaks[0]
-        raise GraphBreakError(
-            f"no piece of the model holds a residual stream, and tracing stops: {broken.reason}",
-            where=broken.where,
-            remedy="Remove what breaks the graph (TORCH_LOGS=graph_breaks shows all places)",
-        )
+        # Too short to be streams by themselves, or none at all: what the pieces hold is in the report.
+        pieces = [build_report(detect(graph.graph, config), (), config) for graph in traced.graphs]
+        return [], functools.reduce(TransformReport.merged, pieces, TransformReport(graph_breaks=traced.breaks))
     conversions: list[_Conversion] = []
     whole = TransformReport(graph_breaks=traced.breaks)
     for path, graph in capture_owners(model, inputs, dict.fromkeys(paths)).items():
@@ -264,11 +272,11 @@ def _convert(owner: nn.Module, item: _Conversion, config: AttnResConfig, part: T
     owner.__dict__["forward"] = forward
 
 
-def _part(whole: TransformReport, path: str, first: bool) -> TransformReport:
+def _part(whole: TransformReport, path: str, config: AttnResConfig, first: bool) -> TransformReport:
     """One converted module's share of the report; what belongs to none goes to the first."""
     streams = tuple(stream for stream in whole.streams if stream.owner == path)
-    added = sum(stream.feature_dim * sum(site.query is not None for site in stream.sites) for stream in streams)
-    share = TransformReport(streams, parameters_added=added)
+    queries = sum(stream.feature_dim * sum(site.query is not None for site in stream.sites) for stream in streams)
+    share = TransformReport(streams, parameters_added=queries * parameters_per_site(config))
     return replace(share, rejections=whole.rejections, graph_breaks=whole.graph_breaks) if first else share
 
 

@@ -10,7 +10,7 @@ import networkx as nx
 from attnres_compile.errors import AttnResError
 from attnres_compile.report import Stream, TransformReport
 
-_SUFFIXES = (".dot", ".graphml")
+SUFFIXES = (".dot", ".graphml")
 
 
 def depth_graph(report: TransformReport) -> nx.DiGraph:
@@ -33,20 +33,24 @@ def _add_stream(graph: nx.DiGraph, stream: Stream) -> None:
         return key
 
     node("source", "root")
-    for number, block in enumerate(stream.blocks, 1):
-        for index in block:
+    branches: dict[int, list[str]] = {}
+    for number, indices in enumerate(stream.blocks, 1):
+        for index in indices:
             sublayer = stream.sublayers[index]
-            label = f"{index} {sublayer.module}".strip()
-            graph.add_edge(node("sublayer", label), node("source", f"block {number}"))
+            label = f"{index + 1} {sublayer.module}".strip()
+            branches.setdefault(number, []).append(node("sublayer", label))
     for site in stream.sites:
         for source in site.sources:
             graph.add_edge(node("source", source), node("site", site.name))
         for reader in site.readers:
             graph.add_edge(node("site", site.name), node("reader", reader))
-    for number in range(1, len(stream.blocks) + 1):
-        partial = f"{stream.name}/source/partial {number}"
+    for number, branch in branches.items():
+        block, partial = node("source", f"block {number}"), f"{stream.name}/source/partial {number}"
+        # A partial sum that is read on the way holds all branches of its block but the last.
         if partial in graph:
-            graph.add_edge(partial, node("source", f"block {number}"))
+            graph.add_edge(partial, block)
+        for name in branch:
+            graph.add_edge(name, partial if partial in graph and name != branch[-1] else block)
 
 
 def write_depth_graph(report: TransformReport, path: str | Path) -> None:
@@ -56,9 +60,9 @@ def write_depth_graph(report: TransformReport, path: str | Path) -> None:
         AttnResError: another suffix.
     """
     path = Path(path)
-    if path.suffix not in _SUFFIXES:
+    if path.suffix not in SUFFIXES:
         raise AttnResError(
-            f"a depth graph is written as {' or '.join(_SUFFIXES)}, not {path.suffix or path.name!r}",
+            f"a depth graph is written as {' or '.join(SUFFIXES)}, not {path.suffix or path.name!r}",
             remedy="Choose a file name with one of these suffixes",
         )
     graph = depth_graph(report)

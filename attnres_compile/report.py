@@ -70,7 +70,7 @@ class LeftAlone:
     """An add, or a stream's worth of adds, that was not converted.
 
     Attributes:
-        reason: value of :class:`attnres_compile.passes.detect.Reason`.
+        reason: value of :class:`attnres_compile.passes.streams.Reason`.
         message: one sentence for a person.
         module: path of the module whose code holds the add.
         where: ``file:line`` of the add, or ``""``.
@@ -90,7 +90,6 @@ class GraphBreak:
 
     reason: str
     where: str
-    module: str = ""
 
 
 @dataclass(frozen=True)

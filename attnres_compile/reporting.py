@@ -45,9 +45,13 @@ def build_report(
     """
     prefixes = prefixes if prefixes is not None else [""] * len(plans)
     streams = tuple(_stream(plan, prefix) for plan, prefix in zip(plans, prefixes, strict=True))
-    per_site = 2 if config.key_norm_weight else 1
-    added = sum(len(plan.queries) * plan.stream.feature_dim * per_site for plan in plans)
+    added = sum(len(plan.queries) * plan.stream.feature_dim for plan in plans) * parameters_per_site(config)
     return TransformReport(streams, left_alone(detection), breaks, added)
+
+
+def parameters_per_site(config: AttnResConfig) -> int:
+    """Parameters of size ``[d]`` that each site has: its query, and a key norm weight where asked for."""
+    return 2 if config.key_norm_weight else 1
 
 
 def left_alone(detection: Detection) -> tuple[LeftAlone, ...]:

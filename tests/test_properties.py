@@ -37,7 +37,9 @@ def profile(examples: int) -> settings:
         derandomize=not SEARCH,
         database=None,
         deadline=None,
-        print_blob=True,
+        # Shrinking takes minutes; the larger search does it.
+        phases=[Phase.generate, Phase.shrink] if SEARCH else [Phase.generate],
+        report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
 

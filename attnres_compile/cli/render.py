@@ -199,7 +199,7 @@ def _modules(names: Iterator[str]) -> str:
 
 
 def _graph_breaks(breaks: Sequence[GraphBreak]) -> RenderableType:
-    lines = [Text(f"  {_place(item.module, item.where)}: {item.reason}") for item in breaks]
+    lines = [Text(f"  {short_path(item.where)}: {item.reason}") for item in breaks]
     return Group(Text(f"Graph breaks: {len(breaks)}", style="bold yellow"), *lines)
 
 

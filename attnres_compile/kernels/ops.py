@@ -18,16 +18,12 @@ from attnres_compile.kernels import plain
 _ARGUMENTS = "int dim, float eps, float gain, float scale, bool normalized"
 
 LIBRARY = torch.library.Library("attnres", "DEF")
-LIBRARY.define(
-    f"mix(Tensor query, Tensor[] sources, {_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
+LIBRARY.define(f"mix(Tensor query, Tensor[] sources, {_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.define(
     f"mix_backward(Tensor grad, Tensor query, Tensor[] sources, {_ARGUMENTS}) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-LIBRARY.define(
-    "declare(Tensor(a!) token, Tensor[] queries, str plan) -> ()", tags=(torch.Tag.pt2_compliant_tag,)
-)
+LIBRARY.define("declare(Tensor(a!) token, Tensor[] queries, str plan) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _check(query: Tensor, sources: list[Tensor], dim: int) -> None:

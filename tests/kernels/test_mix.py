@@ -73,9 +73,7 @@ def assert_matches(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
-def test_values_and_gradients(
-    mix: Mix, shape: tuple[int, ...], dim: int, normalized: bool, dtype: torch.dtype
-) -> None:
+def test_values_and_gradients(mix: Mix, shape: tuple[int, ...], dim: int, normalized: bool, dtype: torch.dtype) -> None:
     for count in (1, 2, 7):
         query, sources, grad = tensors(count, shape, dim, dtype)
         options = (dim, 1e-5, 1.7, 0.8, normalized)
@@ -200,9 +198,7 @@ def test_some_inputs_without_gradient(mix: Mix) -> None:
     options = (-1, 1e-6, 4.0, 1.0, False)
     everything = torch.autograd.grad(mix(query, sources, *options), [query, *sources], grad)
     for wanted in ([0], [2], [0, 1, 3], [4]):
-        inputs = [
-            value.detach().requires_grad_(index in wanted) for index, value in enumerate([query, *sources])
-        ]
+        inputs = [value.detach().requires_grad_(index in wanted) for index, value in enumerate([query, *sources])]
         mixed = mix(inputs[0], inputs[1:], *options)
         found = torch.autograd.grad(mixed, [inputs[index] for index in wanted], grad)
         for index, value in zip(wanted, found, strict=True):

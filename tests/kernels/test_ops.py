@@ -36,9 +36,7 @@ def test_opcheck_backward(dtype: torch.dtype) -> None:
     grad = torch.randn(2, 5, 16).to(dtype)
     torch.library.opcheck(torch.ops.attnres.mix_backward.default, (grad, query, sources, *OPTIONS))
     slots = [cpu.FRESH, 0, cpu.UNWANTED]
-    torch.library.opcheck(
-        torch.ops.attnres.mix_cpu_backward.default, (grad, query, sources, [grad], slots, *OPTIONS)
-    )
+    torch.library.opcheck(torch.ops.attnres.mix_cpu_backward.default, (grad, query, sources, [grad], slots, *OPTIONS))
 
 
 def test_gradcheck() -> None:
