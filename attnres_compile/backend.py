@@ -31,7 +31,7 @@ from attnres_compile.passes.plan import BlockPlan, plan
 from attnres_compile.passes.rewrite import QueryNodes, rewrite
 from attnres_compile.passes.streams import ResidualStream
 from attnres_compile.report import TransformReport
-from attnres_compile.reporting import build_report, refuse_strict
+from attnres_compile.reporting import STREAM_REASONS, build_report, refuse_strict
 from attnres_compile.version import __version__
 
 assert kernel_ops  # registers the ops that graphs hold
@@ -146,15 +146,18 @@ def rewrite_declared(graph: fx.Graph) -> int:
     module = graph.owning_module
     regions = open_regions(module) if module is not None else []
     position = {node: at for at, node in enumerate(graph.nodes)}
+    reasons: list[str] = []
     for config in {d.declaration.config for d in declared}:
-        for stream in detect(graph, config).streams:
+        detection = detect(graph, config)
+        reasons += [r.reason.value for r in detection.rejections if r.reason in STREAM_REASONS]
+        for stream in detection.streams:
             owner = _owner(stream, [d for d in declared if d.declaration.config == config], position)
             if owner is not None:
                 owner.streams.append(stream)
     planned: list[tuple[_Declared, tuple[BlockPlan, ...]]] = []
     for item in declared:
         plans = plan(tuple(item.streams), item.declaration.config, item.prefix)
-        item.declaration.check(plans, item.prefix)
+        item.declaration.check(plans, item.prefix, reasons)
         planned.append((item, plans))
     for item, plans in planned:
         names = item.declaration.sites

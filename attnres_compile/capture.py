@@ -76,6 +76,17 @@ def capture(model: nn.Module, inputs: Inputs) -> Capture:
         ) from error
 
 
+def first_break(model: nn.Module, inputs: Inputs) -> GraphBreak | None:
+    """Where tracing ``model`` as one graph stops, or ``None`` where it does not (or fails in another way)."""
+    try:
+        _whole(model, inputs)
+    except torch._dynamo.exc.Unsupported as error:
+        return GraphBreak(*_break(error))
+    except Exception:  # The caller has an error to raise already; this one would hide it.
+        return None
+    return None
+
+
 def capture_owners(model: nn.Module, inputs: Inputs, paths: Iterable[str]) -> dict[str, fx.GraphModule]:
     """Trace some modules of ``model`` as wholes, with the arguments that they get when the model runs.
 

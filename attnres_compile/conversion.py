@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnres_compile import backend
+from attnres_compile import backend, capture
 from attnres_compile.errors import AttnResError, PlainExecutionError, PlanMismatchError
+from attnres_compile.inputs import Inputs
 from attnres_compile.parameters import CHILD, DepthQueries
 from attnres_compile.passes.facts import OWNER
 
@@ -81,7 +82,10 @@ class ConvertedForward:
             lowering = queries.declaration.config.lowering
             self._compiled = torch.compile(_own_code(self), backend=backend.ConvertedBackend(self.owner, lowering))
         with backend.counting() as tally:
-            result = _unwrapped(self._compiled, args, kwargs)
+            try:
+                result = _unwrapped(self._compiled, args, kwargs)
+            except PlanMismatchError as error:
+                raise self._explained(error, args, kwargs) from None
         expected = len(queries.declaration.sites)
         if tally.sites < expected:
             raise PlanMismatchError(
@@ -90,6 +94,17 @@ class ConvertedForward:
                 remedy="Look for a graph break (TORCH_LOGS=graph_breaks) or a function marked torch._dynamo.disable",
             )
         return result
+
+    def _explained(
+        self, error: PlanMismatchError, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PlanMismatchError:
+        """The error with the place of the graph break that caused it, if one did."""
+        found = capture.first_break(self.owner, Inputs(args, kwargs))
+        if found is None:
+            return error
+        return PlanMismatchError(
+            f"{error.what}. Tracing stops: {found.reason}", where=found.where, remedy="Remove what breaks the graph"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_compiled": None}

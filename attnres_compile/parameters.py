@@ -52,15 +52,20 @@ class Declaration:
         values = json.loads(text)
         return cls(AttnResConfig.from_dict(values["config"]), tuple(values["sites"]), tuple(values["dims"]))
 
-    def check(self, plans: Sequence[BlockPlan], where: str) -> None:
+    def check(self, plans: Sequence[BlockPlan], where: str, found: Sequence[str] = ()) -> None:
         """Compare with the plans of a new capture.
+
+        Args:
+            plans: its plans.
+            where: path of the module.
+            found: reasons for which streams of the capture were left alone, for the message.
 
         Raises:
             PlanMismatchError: sites are missing, or there are others.
         """
-        self.refuse(Declaration.of(plans, self.config), where)
+        self.refuse(Declaration.of(plans, self.config), where, found)
 
-    def refuse(self, found: Declaration, where: str) -> None:
+    def refuse(self, found: Declaration, where: str, reasons: Sequence[str] = ()) -> None:
         """Raise if ``found`` names other sites than this declaration.
 
         Raises:
@@ -74,6 +79,7 @@ class Declaration:
         parts = [f"missing {_some(missing)}"] if missing else []
         parts += [f"unknown {_some(extra)}"] if extra else []
         parts += ["feature sizes differ"] if not parts else []
+        parts += [f"left alone here: {', '.join(sorted(set(reasons)))}"] if reasons else []
         raise PlanMismatchError(
             f"this capture of the model holds {len(here)} of the {len(there)} sites that its pseudo-queries were made "
             f"for: {'; '.join(parts)}",

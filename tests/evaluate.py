@@ -247,6 +247,8 @@ class _Evaluator:
             sources = stream.sources()
             assert len(sources) == site.num_sources, f"{site.name} says {site.sources}"
             mixed = attend(self.queries[site.name], sources, plan.axes[index + 1], self.config)
+            # Laid out in memory as its sources are: dropout draws in that order.
+            mixed = torch.empty_like(sources[0]).copy_(mixed)
             self.env.setdefault(step.node, mixed)
             self._hand(site, step.node, mixed)
 

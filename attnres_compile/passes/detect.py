@@ -289,15 +289,9 @@ def _readers(state: fx.Node, following: Step | None) -> list[fx.Node]:
         gone -= {add for add in gone if any(n in taken for n in add.all_input_nodes if n is state or n in carriers)}
     readers: list[fx.Node] = []
     for node in (state, *carriers):
-        readers += [u for u in node.users if u not in gone and u not in carriers and not is_metadata(u)]
+        readers += [u for u in node.users if u not in gone and u not in carriers and not ops.is_metadata(u)]
     order = {node: i for i, node in enumerate(dict.fromkeys(readers))}
     return sorted(order, key=lambda n: order[n])
-
-
-def is_metadata(node: fx.Node) -> bool:
-    """Whether ``node`` asks only for a shape, a dtype or the like."""
-    name = ops.name_of(node)
-    return name in ops.METADATA or (name == "getattr" and len(node.args) > 1 and node.args[1] in ops.METADATA)
 
 
 # ------------------------------------------------------------------ last checks

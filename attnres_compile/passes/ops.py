@@ -157,6 +157,23 @@ def _function_name(target: Any) -> str:
     return f"{home}.{name}"
 
 
+def is_metadata(node: fx.Node) -> bool:
+    """Whether ``node`` asks only for a shape, a dtype or the like."""
+    name = name_of(node)
+    return name in METADATA or (name == "getattr" and len(node.args) > 1 and node.args[1] in METADATA)
+
+
+def adds_zero(node: fx.Node) -> fx.Node | None:
+    """What ``node`` adds the number 0 to (builtin ``sum`` starts from it), or ``None``."""
+    if name_of(node) not in ADDS or len(node.args) != 2 or node.kwargs:
+        return None
+    left, right = node.args
+    for kept, number in ((left, right), (right, left)):
+        if isinstance(kept, fx.Node) and isinstance(number, (int, float)) and number == 0:
+            return kept
+    return None
+
+
 def module_of(node: fx.Node) -> torch.nn.Module | None:
     """The module that a ``call_module`` node calls, or ``None``."""
     owner = node.graph.owning_module

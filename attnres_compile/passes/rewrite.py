@@ -16,9 +16,8 @@ from torch import fx
 
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import LoweringError
-from attnres_compile.passes import facts
+from attnres_compile.passes import facts, ops
 from attnres_compile.passes.checkpoint import REGION
-from attnres_compile.passes.detect import is_metadata
 from attnres_compile.passes.plan import BlockPlan, SitePlan
 from attnres_compile.passes.streams import Step, Term
 
@@ -157,12 +156,8 @@ class _Surgery:
         self, state: fx.Node, carriers: tuple[fx.Node, ...], mixes: dict[SitePlan, fx.Node], fallback: fx.Node
     ) -> None:
         """Give a state's readers its mix. What only carried the state to the next add is dead afterwards."""
-        if not mixes:
-            for user in list(state.users):
-                if is_metadata(user):
-                    user.replace_input_with(state, fallback)
-            return
-        main = next(iter(mixes.values()))
+        # Where nothing reads the value its shape may still be asked for, here or behind a carrier.
+        main = next(iter(mixes.values()), fallback)
         for site, mixed in mixes.items():
             if mixed is main:
                 continue

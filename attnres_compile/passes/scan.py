@@ -102,7 +102,10 @@ class Scanner:
         for operand in inputs:
             self.last_use[operand] = self.memory.position[node]
         name = ops.name_of(node)
-        if facts.is_parameter_input(node):
+        if ops.is_metadata(node):
+            # No value of its tensor enters it.
+            self.constant[node], self.learned[node], self.rank[node] = True, False, 0
+        elif facts.is_parameter_input(node):
             value = facts.tensor(node)
             self.constant[node] = True
             self.learned[node] = False
@@ -143,10 +146,8 @@ class Scanner:
             return first if isinstance(first, fx.Node) and facts.is_float(first) else None
         if name in ops.DROPOUTS:
             return first if isinstance(first, fx.Node) and ops.dropout_is_identity(node) else None
-        if name in ops.ADDS and len(node.args) == 2:
-            other = [a for a in node.args if not isinstance(a, fx.Node)]
-            zero = len(other) == 1 and isinstance(other[0], (int, float)) and other[0] == 0
-            return next((a for a in node.args if isinstance(a, fx.Node)), None) if zero else None
+        if name in ops.ADDS:
+            return ops.adds_zero(node)
         if name in ops.SCALES and len(node.args) == 2:
             return self._scaled_operand(node, name)
         return None
@@ -197,6 +198,8 @@ class Scanner:
         self.expiring[self.needed_until[node]].append(node)
 
     def _flow(self, node: fx.Node) -> None:
+        if ops.is_metadata(node):
+            return
         reach = anchored = 0
         for operand in node.all_input_nodes:
             reach |= self.reach.get(operand, 0)
@@ -252,6 +255,7 @@ class Scanner:
             if side.opened is not None:
                 self._withdraw(side.opened)
                 record.adds += side.opened.adds
+                record.adds += side.zeros
                 record.inner += side.opened.inner
             elif side.unread_add is not None:
                 record.inner.append(side.unread_add)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from attnres_compile.passes import facts
+from attnres_compile.passes import facts, ops
 from attnres_compile.passes.streams import Term
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ class Side:
         out = scanner.out
         node = term.node
         alone = term.product is None and list(node.users) == [reader] and not _twice(reader, node)
+        # sum([x + f, g]) is 0 + (x + f) + g.
+        self.zeros: list[fx.Node] = []
+        while alone and (behind := ops.adds_zero(node)) is not None and list(behind.users) == [node]:
+            self.zeros.insert(0, node)
+            node = behind
         record = out.steps.get(node, scanner.loose.get(node)) if alone and term.factor == 1.0 else None
         if record is not None and (record.gated or not _same_type(node, add)):
             record = None

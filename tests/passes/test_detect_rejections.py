@@ -280,12 +280,11 @@ def test_too_few_sublayers() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_regions_are_named(reentrant: bool) -> None:
+def test_checkpointed_regions_are_looked_into(reentrant: bool) -> None:
     def step(net: Stream, i: int, x: Tensor) -> Tensor:
         return checkpoint(lambda y: y + net.f(i, y), x, use_reentrant=reentrant)
 
-    reasons = refused(Stream(step))
-    assert reasons["checkpointed"] == 4
+    converted(Stream(step))
 
 
 def test_unrelated_operands_is_no_reason_beside_a_state() -> None:
