@@ -50,7 +50,7 @@ class ConvertedForward:
         return inspect.signature(original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting():
+        if _exporting():
             if torch.compiler.is_dynamo_compiling():
                 # dynamo can raise what it can build, and builds no exception with a constructor of its own.
                 raise RuntimeError(_NO_EXPORT)
@@ -112,6 +112,13 @@ class ConvertedForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         backend.install_inductor_pass()
+
+
+def _exporting() -> bool:
+    # torch 2.11 answers is_exporting() with True in every graph that dynamo traces; the flag behind it is right.
+    if hasattr(torch.compiler, "_is_exporting_flag"):
+        return torch.compiler._is_exporting_flag
+    return torch.compiler.is_exporting()
 
 
 _NUMBERS = itertools.count()
