@@ -95,9 +95,7 @@ class ConvertedForward:
             )
         return result
 
-    def _explained(
-        self, error: PlanMismatchError, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> PlanMismatchError:
+    def _explained(self, error: PlanMismatchError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanMismatchError:
         """The error with the place of the graph break that caused it, if one did."""
         found = capture.first_break(self.owner, Inputs(args, kwargs))
         if found is None:

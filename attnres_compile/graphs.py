@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,17 +39,29 @@ def with_shapes(
     for node in module.graph.nodes:
         if node.op == "placeholder" and parameters:
             node.meta["attnres_parameter"] = node.target in parameters
+        if isinstance(node.type, str):
+            # An annotation that was never evaluated; a graph module with one cannot be pickled.
+            node.type = None
+    _add_shapes(module, example_inputs)
+    # How inputs and results are packed (torch.export, concrete_args); until here the graph is flat.
+    module.graph.set_codegen(copy.deepcopy(given.graph._codegen))
+    module.recompile()
+    return module
+
+
+def _add_shapes(module: fx.GraphModule, example_inputs: Sequence[Any] | None) -> None:
     if any(facts.tensor(node) is not None for node in module.graph.nodes if node.op.startswith("call_")):
         _fill_constants(module)
-        return module
+        return
     inputs = _flat_inputs(module, example_inputs)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(i, static_shapes=True) if isinstance(i, torch.Tensor) else i for i in inputs]
-    FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
+    # Without gradients: a graph that is only ever run so may write where autograd would not let it.
+    with torch.no_grad():
+        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
     for node, value in zip((n for n in module.graph.nodes if n.op == "placeholder"), inputs, strict=False):
         if isinstance(value, nn.Parameter):
             node.meta["attnres_parameter"] = True
-    return module
 
 
 def _lifted(program: torch.export.ExportedProgram) -> set[str]:

@@ -59,6 +59,10 @@ class Captured:
             torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=False)
         ]
 
+    def run_raw(self, module: Any) -> list[Tensor]:
+        """Floating outputs of ``module``, still attached to their history."""
+        return [o for o in flat(module(*[_copied(a) for a in self.args])) if o.is_floating_point()]
+
 
 def _copied(value: Any) -> Any:
     # A leaf that wants a gradient cannot be written in place, and must stay the leaf that it is.
@@ -251,6 +255,8 @@ class _Evaluator:
             mixed = torch.empty_like(sources[0]).copy_(mixed)
             self.env.setdefault(step.node, mixed)
             self._hand(site, step.node, mixed)
+        # Of a state that nobody reads only the shape may be asked for.
+        self.env.setdefault(step.node, branch)
 
     def _summed(self, step: Step, local: dict[fx.Node, Any], read: Callable[[fx.Node, fx.Node], Any]) -> Any:
         """What the adds of a step give, with the values of ``local`` in place of the nodes' own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, fx
 
 import attnres_compile as ac
 from attnres_compile import graphs
+from attnres_compile.errors import PlanMismatchError
 from attnres_compile.passes import detect as detect_pass
 from attnres_compile.passes import ops, spellings
 from attnres_compile.passes import rewrite as rewrite_pass
@@ -82,6 +84,7 @@ def check(captured: Captured, config: ac.AttnResConfig, allowed: float) -> list[
     grad = differentiable(captured)
     wanted = captured.run(grad=grad)
     found = captured.run(module, grad=grad)
+    assert [o.dtype for o in found[0]] == [o.dtype for o in wanted[0]], "dtypes"
     assert relative_error(found[0], wanted[0]) <= allowed, "outputs"
     size = max((float(g.abs().max()) for g in wanted[1]), default=0.0)
     for got, want in zip(found[1], wanted[1], strict=True):
@@ -136,7 +139,7 @@ def check_plain(spec: Spec, config: ac.AttnResConfig) -> None:
     assert found == [sum(isinstance(item, networks_of.Step) for item in spec.program)], "sublayers"
 
 
-@profile(200)
+@profile(150)
 @given(networks(), configs)
 def test_graphs_of_symbolic_trace(spec: Spec, config: ac.AttnResConfig) -> None:
     check_any(spec, config)
@@ -146,6 +149,12 @@ def test_graphs_of_symbolic_trace(spec: Spec, config: ac.AttnResConfig) -> None:
 @given(networks_of.plain_networks(), configs)
 def test_plain_networks_are_converted_whole(spec: Spec, config: ac.AttnResConfig) -> None:
     check_plain(spec, config)
+
+
+@profile(80)
+@given(networks_of.cut_networks(), configs)
+def test_what_cuts_a_stream_is_left_alone(spec: Spec, config: ac.AttnResConfig) -> None:
+    check_any(spec, config)
 
 
 @profile(15)
@@ -166,7 +175,10 @@ def test_transform_and_revert(spec: Spec, config: ac.AttnResConfig) -> None:
     except ac.NoStreamError:
         assert list(model.state_dict()) == keys
     else:
-        assert ac.pseudo_queries(model) and relative_error(run(model), plain) <= tolerance(spec)
+        assert ac.pseudo_queries(model)
+        # A module that writes into what it is given may not be rewritten on its own: that is said, never passed over.
+        with contextlib.suppress(PlanMismatchError):
+            assert relative_error(run(model), plain) <= tolerance(spec)
         ac.revert(model)
     assert list(model.state_dict()) == keys
     assert all(torch.equal(a, b) for a, b in zip(run(model), plain, strict=True)), "revert is exact to the bit"
@@ -194,14 +206,14 @@ def _without_factor(node: fx.Node, factor: float = 1.0, product: Any = None) -> 
 
 # What is broken, and the property that sees it.
 BREAKS: dict[str, tuple[object, str, object, str]] = {
-    "writes are not seen": (Memory, "write_after", lambda *_: None, "any"),
+    "writes are not seen": (Memory, "write_after", lambda *_: None, "cut"),
     "in-place adds are always taken for functional": (Memory, "is_functional", lambda *_: True, "any"),
     "the skip is taken for the branch": (Scanner, "_choose", _swapped(Scanner._choose), "plain"),
     "a term is dropped": (detect_pass, "Step", _one_term, "plain"),
     "alpha and minus are dropped": (spellings, "Term", _without_factor, "any"),
     "what the stream goes through is ignored": (detect_pass, "_passes", lambda *_: (), "plain"),
-    "casts of the stream are ignored": (rewrite_pass, "_dtype", lambda node: torch.float64, "any"),
-    "dropout is taken for nothing": (ops, "dropout_is_identity", lambda node: True, "any"),
+    "casts are left out": (rewrite_pass._Surgery, "_cast", lambda self, node, dtype, origin: node, "cut"),
+    "dropout is taken for nothing": (ops, "dropout_is_identity", lambda node: True, "cut"),
     "a scale may depend on the stream": (Scanner, "_scaled_operand", lambda self, node, name: node.args[0], "any"),
     "a rejection is forgotten": (Scanner, "_reject", lambda *_: None, "any"),
 }
@@ -211,7 +223,11 @@ BREAKS: dict[str, tuple[object, str, object, str]] = {
 def test_broken_detection_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     holder, name, broken, by = BREAKS[what]
     monkeypatch.setattr(holder, name, broken)
-    drawn, prove = (networks(), check_any) if by == "any" else (networks_of.plain_networks(), check_plain)
+    drawn, prove = {
+        "any": (networks(), check_any),
+        "cut": (networks_of.cut_networks(), check_any),
+        "plain": (networks_of.plain_networks(), check_plain),
+    }[by]
 
     @settings(profile(200), phases=[Phase.generate], derandomize=True, max_examples=200, report_multiple_bugs=False)
     @given(drawn, configs)

@@ -86,13 +86,15 @@ def plan(streams: tuple[ResidualStream, ...], config: AttnResConfig, prefix: str
         config: block layout and whether readers have queries of their own.
         prefix: module path to leave out of names; what lies outside it is called ``output``.
     """
-    taken: set[str] = set()
+    taken: dict[str, int] = {}
     plans: list[BlockPlan] = []
     for number, stream in enumerate(streams):
         blocks = block_ranges(len(stream.steps), config)
         sites: list[SitePlan] = []
+        done = 0
         for read in stream.reads:
-            done = sum(1 for block in blocks if block.stop <= read.index)
+            while done < len(blocks) and blocks[done].stop <= read.index:
+                done += 1
             partial = done < len(blocks) and read.index > blocks[done].start
             for label, readers in _groups(read, config, prefix):
                 name = _unique(label[0], taken)
@@ -127,10 +129,11 @@ def reader_path(node: fx.Node, prefix: str = "") -> str:
     return path or "stream"
 
 
-def _unique(name: str, taken: set[str]) -> str:
-    candidate, count = name, 1
+def _unique(name: str, taken: dict[str, int]) -> str:
+    """``name``, or ``name:2`` and so on where it is taken; ``taken`` counts how often each was asked for."""
+    candidate = name
     while candidate in taken:
-        count += 1
-        candidate = f"{name}:{count}"
-    taken.add(candidate)
+        taken[name] += 1
+        candidate = f"{name}:{taken[name]}"
+    taken[candidate] = 1
     return candidate

@@ -16,7 +16,7 @@ from torch import fx
 
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import LoweringError
-from attnres_compile.passes import facts, ops
+from attnres_compile.passes import facts
 from attnres_compile.passes.checkpoint import REGION
 from attnres_compile.passes.plan import BlockPlan, SitePlan
 from attnres_compile.passes.streams import Step, Term

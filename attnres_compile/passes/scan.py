@@ -63,7 +63,9 @@ class Scanner:
         self.bits = Bits()
         self.last_use: dict[fx.Node, int] = {}
         self.expiring: dict[int, list[fx.Node]] = defaultdict(list)
+        # Where the last add stands that needs a tensor as an operand, and the last that asks for it as a sibling.
         self.needed_until: dict[fx.Node, int] = {}
+        self.asked_until: dict[fx.Node, int] = {}
 
     def run(self) -> Scan:
         nodes = list(self.graph.nodes)
@@ -81,18 +83,15 @@ class Scanner:
             self._flow(node)
             if node in self.sums:
                 self._add(node, self.sums[node])
-            if node in self.needed_until and node not in self.bits.bit:
+            if node in self.needed_until or node in self.asked_until:
                 self._track(node)
             for spent in self.expiring.pop(at, ()):
-                if self.needed_until.get(spent, at) <= at:
-                    self.bits.bit.pop(spent, None)
+                self.bits.bit.pop(spent, None)
             used = self.sums[node].inputs(node) if node in self.sums else node.all_input_nodes
             for operand in used:
                 if self.last_use.get(operand) == at:
                     self.reach.pop(operand, None)
                     self.anchored.pop(operand, None)
-            if self.bits.crowded:
-                self.bits.compact(self.reach, self.anchored)
         return self.out
 
     # -------------------------------------------------- what kind of value a node makes
@@ -195,7 +194,8 @@ class Scanner:
     def _track(self, node: fx.Node) -> None:
         bit = self.bits.give(node)
         self.reach[node] = self.reach.get(node, 0) | bit
-        self.expiring[self.needed_until[node]].append(node)
+        until = max(self.needed_until.get(node, 0), self.asked_until.get(node, 0))
+        self.expiring[until].append(node)
 
     def _flow(self, node: fx.Node) -> None:
         if ops.is_metadata(node):
@@ -371,8 +371,8 @@ class Scanner:
         self.tree[node] = self.tree.get(base, base)
         # Later steps on the same state ask whether this one feeds them.
         until = self.needed_until.get(base, 0)
-        if until > self.memory.position[node] or node in self.needed_until:
-            self.needed_until[node] = max(self.needed_until.get(node, 0), until)
+        if until > self.memory.position[node]:
+            self.asked_until[node] = until
 
 
 def scan(graph: fx.Graph, memory: Memory) -> Scan:
