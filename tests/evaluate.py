@@ -241,8 +241,7 @@ class _Evaluator:
         branch = self._summed(step, {step.skip: zeros}, self._read)
         if sum(step.skip in add.all_input_nodes for add in step.adds) > 1 or len(step.adds[0].all_input_nodes) == 1:
             # The state is the branch's, too (x + x): whatever its weight is beyond the one that carries it on.
-            ones = torch.ones_like(zeros)
-            weight = self._summed(step, {step.skip: ones}, lambda add, n: torch.zeros_like(self._read(add, n)))
+            weight = self._summed(step, {step.skip: torch.ones_like(zeros)}, self._read) - branch
             reader = next(add for add in step.adds if step.skip in add.all_input_nodes)
             branch = branch + (weight - 1) * self._read(reader, step.skip)
         stream.values = [value.to(branch.dtype) for value in stream.values] + [branch]
