@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,13 +24,13 @@ from attnres_compile.errors import (
 )
 from attnres_compile.inputs import Inputs, as_inputs
 from attnres_compile.parameters import CHILD, Declaration, DepthQueries, converted, late_queries
-from attnres_compile.passes import facts
+from attnres_compile.passes import facts, ops
 from attnres_compile.passes.checkpoint import close_regions, open_regions
 from attnres_compile.passes.detect import detect
 from attnres_compile.passes.plan import BlockPlan, plan
-from attnres_compile.passes.streams import ResidualStream
-from attnres_compile.report import GraphBreak, TransformReport
-from attnres_compile.reporting import build_report, join, parameters_per_site, refuse_strict
+from attnres_compile.passes.streams import Detection, Reason, ResidualStream
+from attnres_compile.report import GraphBreak, LeftAlone, TransformReport
+from attnres_compile.reporting import build_report, join, left_alone, parameters_per_site, refuse_strict
 
 
 @dataclass(frozen=True)
@@ -217,20 +217,46 @@ def _study(model: nn.Module, example_inputs: Any, config: AttnResConfig) -> tupl
     (graph,) = traced.graphs
     open_regions(graph)
     detection = detect(graph.graph, config)
-    conversions = [
-        _Conversion(path, plan(tuple(streams), config, path))
-        for path, streams in _by_owner(model, detection.streams).items()
-    ]
+    conversions = _conversions(model, detection, config)
+    extra: tuple[LeftAlone, ...] = ()
+    doubtful = [item.path for item in conversions if _writes_in_place(item)]
+    if doubtful:
+        # What such a module writes into may be its caller's, which only its own graph tells.
+        for path, (item, rejected) in _own_conversions(model, inputs, config, doubtful).items():
+            at = next(i for i, each in enumerate(conversions) if each.path == path)
+            if Declaration.of(item.plans, config) != Declaration.of(conversions[at].plans, config):
+                conversions[at] = item
+                extra += tuple(r for r in rejected if r.reason == Reason.MUTATED)
+        conversions = [item for item in conversions if item.plans]
     plans = [each for item in conversions for each in item.plans]
     prefixes = [item.path for item in conversions for _ in item.plans]
-    return conversions, build_report(detection, plans, config, prefixes)
+    whole = build_report(detection, plans, config, prefixes)
+    return conversions, replace(whole, rejections=whole.rejections + extra)
 
 
-def _by_owner(model: nn.Module, streams: Sequence[ResidualStream]) -> dict[str, list[ResidualStream]]:
+def _conversions(model: nn.Module, detection: Detection, config: AttnResConfig) -> list[_Conversion]:
+    """The detected streams by the module that owns them."""
     owners: dict[str, list[ResidualStream]] = {}
-    for stream in streams:
+    for stream in detection.streams:
         owners.setdefault(facts.owner_path(model, [step.node for step in stream.steps]), []).append(stream)
-    return owners
+    return [_Conversion(path, plan(tuple(streams), config, path)) for path, streams in owners.items()]
+
+
+def _writes_in_place(item: _Conversion) -> bool:
+    steps = [step for each in item.plans for step in each.stream.steps]
+    return any(ops.written_argument(add) for step in steps for add in step.adds)
+
+
+def _own_conversions(
+    model: nn.Module, inputs: Inputs, config: AttnResConfig, paths: Iterable[str]
+) -> dict[str, tuple[_Conversion, tuple[LeftAlone, ...]]]:
+    """For each module its streams as its own graph shows them, and what that graph leaves alone."""
+    found: dict[str, tuple[_Conversion, tuple[LeftAlone, ...]]] = {}
+    for path, graph in capture_owners(model, inputs, dict.fromkeys(paths)).items():
+        open_regions(graph)
+        detection = detect(graph.graph, config)
+        found[path] = _Conversion(path, plan(detection.streams, config, path)), left_alone(detection)
+    return found
 
 
 def _study_owners(
@@ -239,22 +265,18 @@ def _study_owners(
     """The model breaks into pieces; a stream in one piece is converted if its owner can be traced as a whole."""
     for piece in traced.graphs:
         open_regions(piece)
-    paths = [path for graph in traced.graphs for path in _by_owner(model, detect(graph.graph, config).streams)]
+    detections = [detect(piece.graph, config) for piece in traced.graphs]
+    paths = [item.path for detection in detections for item in _conversions(model, detection, config)]
+    whole = TransformReport(graph_breaks=traced.breaks)
     if not paths:
         # Too short to be streams by themselves, or none at all: what the pieces hold is in the report.
-        pieces = [build_report(detect(graph.graph, config), (), config) for graph in traced.graphs]
-        return [], functools.reduce(TransformReport.merged, pieces, TransformReport(graph_breaks=traced.breaks))
-    conversions: list[_Conversion] = []
-    whole = TransformReport(graph_breaks=traced.breaks)
-    for path, graph in capture_owners(model, inputs, dict.fromkeys(paths)).items():
-        open_regions(graph)
-        detection = detect(graph.graph, config)
-        # Named from the owner, like everything that its own capture sees.
-        plans = plan(detection.streams, config)
-        if plans:
-            conversions.append(_Conversion(path, plans))
-        whole = whole.merged(build_report(detection, plans, config, [path] * len(plans)))
-    return conversions, whole
+        pieces = [build_report(detection, (), config) for detection in detections]
+        return [], functools.reduce(TransformReport.merged, pieces, whole)
+    own = _own_conversions(model, inputs, config, paths)
+    for item, rejected in own.values():
+        part = build_report(Detection((), ()), item.plans, config, [item.path] * len(item.plans))
+        whole = whole.merged(replace(part, rejections=rejected))
+    return [item for item, _ in own.values() if item.plans], whole
 
 
 def _convert(owner: nn.Module, item: _Conversion, config: AttnResConfig, part: TransformReport) -> None:

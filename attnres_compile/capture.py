@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from attnres_compile.backend import copy_graph_module
 from attnres_compile.errors import CaptureError, GraphBreakError
@@ -101,14 +102,15 @@ def capture_owners(model: nn.Module, inputs: Inputs, paths: Iterable[str]) -> di
     graphs: dict[str, fx.GraphModule] = {}
     with contextlib.ExitStack() as traps:
         for path in paths:
-            traps.enter_context(_trap(model.get_submodule(path), path, graphs))
+            traps.enter_context(_trap(model, path, graphs))
         _Guarded(model, inputs).eagerly()
     return graphs
 
 
 @contextlib.contextmanager
-def _trap(owner: nn.Module, path: str, graphs: dict[str, fx.GraphModule]) -> Iterator[None]:
-    """While open, the first call of ``owner`` is traced before it runs."""
+def _trap(model: nn.Module, path: str, graphs: dict[str, fx.GraphModule]) -> Iterator[None]:
+    """While open, the first call of the module at ``path`` is traced before it runs."""
+    owner = model.get_submodule(path)
     missing = object()
     saved = owner.__dict__.get("forward", missing)
     original = owner.forward
@@ -119,7 +121,9 @@ def _trap(owner: nn.Module, path: str, graphs: dict[str, fx.GraphModule]) -> Ite
             if saved is not missing:
                 owner.__dict__["forward"] = saved
             try:
-                graphs[path] = _whole(owner, Inputs(args, kwargs))
+                # Copies: a view made without gradients may not be written in a graph that has them.
+                given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+                graphs[path] = _whole(owner, Inputs(*given), model)
             except torch._dynamo.exc.Unsupported as error:
                 reason, where = _break(error)
                 raise GraphBreakError(
@@ -139,9 +143,11 @@ def _trap(owner: nn.Module, path: str, graphs: dict[str, fx.GraphModule]) -> Ite
             owner.__dict__["forward"] = saved
 
 
-def _whole(model: nn.Module, inputs: Inputs) -> fx.GraphModule:
+def _whole(model: nn.Module, inputs: Inputs, root: nn.Module | None = None) -> fx.GraphModule:
+    """One graph of ``model``; its nodes name modules by their paths in ``root`` (``model`` itself if not given)."""
+
     def stop(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        raise _Stop(copy_graph_module(graph, model))
+        raise _Stop(copy_graph_module(graph, root or model))
 
     try:
         _traced(_Call(model), stop, inputs, fullgraph=True)

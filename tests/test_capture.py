@@ -129,6 +129,39 @@ def test_a_break_inside_the_stream_names_the_place(layers: int) -> None:
     assert "forward" not in vars(model.encoder)
 
 
+class InPlaceEncoder(nn.Module):
+    """Adds into what it is given, or into a copy of it."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        self.copies = copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone() if self.copies else x
+        for layer in self.layers:
+            x += layer(x).tanh()
+        return x.sin()
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_in_place_adds_at_the_edge_of_the_owner(copies: bool) -> None:
+    """The whole model's graph shows memory of its own being written; the owner's shows its caller's."""
+    model = randomize(nn.ModuleDict({"first": nn.Linear(5, 5), "encoder": InPlaceEncoder(copies)}))
+    model.forward = lambda x: model["encoder"](model["first"](x))  # type: ignore[method-assign, index, operator]
+    with torch.no_grad():
+        want = model(example())
+        if copies:
+            ac.transform(model, example(), config=CONFIG)
+            assert len(ac.report(model).streams[0].sublayers) == 4
+            assert ac.report(model).streams[0].sublayers[0].module == "encoder"
+            assert relative_error(model(example()), want) < 1e-6
+        else:
+            with pytest.raises(ac.NoStreamError) as caught:
+                ac.transform(model, example(), config=CONFIG)
+            assert {r.reason for r in caught.value.report.rejections} == {"mutated"}
+
+
 def test_a_tensor_with_a_history_as_input() -> None:
     model = build()
     x = example().requires_grad_() * 2
