@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
-import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -32,7 +29,6 @@ from attnres_compile.passes.rewrite import QueryNodes, rewrite
 from attnres_compile.passes.streams import ResidualStream
 from attnres_compile.report import TransformReport
 from attnres_compile.reporting import STREAM_REASONS, build_report, refuse_strict
-from attnres_compile.version import __version__
 
 assert kernel_ops  # registers the ops that graphs hold
 
@@ -382,19 +378,6 @@ def _append_placeholders(graph: fx.Graph, store: DepthQueries, like: torch.Tenso
 # ------------------------------------------------------------------ plain Inductor
 
 
-def install_inductor_pass() -> None:
-    """Let ``torch.compile(model)`` with Inductor rewrite transformed models; a user's own pass still runs."""
-    from torch._inductor import config
-
-    current = config.pre_grad_custom_pass
-    passes = current if isinstance(current, (list, tuple)) else [current]
-    if any(type(p).__name__ == "InductorPass" for p in passes):
-        return
-    from attnres_compile.inductor_pass import InductorPass
-
-    config.pre_grad_custom_pass = InductorPass(current)
-
-
 def rewrite_for_inductor(graph: fx.Graph) -> None:
     """Rewrite and lower a graph inside Inductor, if it holds a declaration."""
     if all(node.target is not DECLARE for node in graph.nodes):
@@ -402,13 +385,3 @@ def rewrite_for_inductor(graph: fx.Graph) -> None:
     rewrite_declared(graph)
     if graph.owning_module is not None:
         _lower(graph.owning_module, "inductor")
-
-
-@functools.cache
-def pass_identity() -> str:
-    """What Inductor's caches must know of us: a digest of this package's code. Configurations are in the graph."""
-    digest = hashlib.sha256(__version__.encode())
-    for file in sorted(Path(__file__).parent.rglob("*")):
-        if file.suffix in (".py", ".cpp"):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

@@ -35,7 +35,7 @@ class ConvertedForward:
         setattr(self, OWNER, owner)
         self.previous = owner.__dict__.get("forward")
         self._compiled: Callable[..., Any] | None = None
-        backend.install_inductor_pass()
+        _serve_inductor()
 
     @property
     def owner(self) -> nn.Module:
@@ -109,7 +109,13 @@ class ConvertedForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        backend.install_inductor_pass()
+        _serve_inductor()
+
+
+def _serve_inductor() -> None:
+    from attnres_compile.inductor_pass import install
+
+    install()
 
 
 def _exporting() -> bool:

@@ -165,14 +165,13 @@ def test_plain_torch_compile_runs_and_keeps_a_users_own_pass(model: nn.Module) -
 def test_installing_the_pass_wraps_what_was_there() -> None:
     from torch._inductor import config
 
-    from attnres_compile.backend import install_inductor_pass
-    from attnres_compile.inductor_pass import InductorPass
+    from attnres_compile.inductor_pass import InductorPass, install
 
     calls: list[str] = []
     with config.patch(pre_grad_custom_pass=lambda graph: calls.append("users")):
-        install_inductor_pass()
+        install()
         first = config.pre_grad_custom_pass
-        install_inductor_pass()
+        install()
         assert config.pre_grad_custom_pass is first
         assert isinstance(first, InductorPass)
         first(torch.fx.symbolic_trace(nn.Linear(2, 2)).graph)
