@@ -10,8 +10,9 @@ import torch
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    """Each test starts with an empty compile cache, so that none leans on another's graphs."""
+    """Each test starts with an empty compile cache and one seed, so that none leans on another's graphs or luck."""
     torch._dynamo.reset()
+    torch.manual_seed(0)
     yield
     torch._dynamo.reset()
 
