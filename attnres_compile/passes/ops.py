@@ -87,7 +87,6 @@ ACTIVATIONS = frozenset(
     }
 )  # fmt: skip
 CLAMPS = frozenset({"clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_max", "nan_to_num", "where"})
-JOINS = frozenset({"cat", "concat", "concatenate", "stack", "hstack", "vstack"})
 # Asks for something about a tensor that its values do not enter.
 METADATA = frozenset(
     {
