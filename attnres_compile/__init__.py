@@ -12,6 +12,7 @@
 ``torch.compile(model, backend="attnres")`` works on transformed models and on untouched ones.
 """
 
+from attnres_compile import ops
 from attnres_compile.api import explain, pseudo_queries, report, revert, rewrite_graph, transform
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import (
@@ -22,6 +23,7 @@ from attnres_compile.errors import (
     ConfigError,
     GraphBreakError,
     InputsError,
+    KernelError,
     LoweringError,
     NoStreamError,
     NotTransformedError,
@@ -46,6 +48,7 @@ __all__ = [
     "GraphBreakError",
     "Inputs",
     "InputsError",
+    "KernelError",
     "LoweringError",
     "NoStreamError",
     "NotTransformedError",
@@ -56,6 +59,7 @@ __all__ = [
     "TransformReport",
     "__version__",
     "explain",
+    "ops",
     "pseudo_queries",
     "report",
     "revert",

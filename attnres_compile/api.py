@@ -182,7 +182,9 @@ def rewrite_graph(
         graph_module: from ``torch.fx.symbolic_trace``, dynamo or ``torch.export`` (ATen; lifted parameters are told
             apart by their names). It is not changed.
         example_inputs: inputs of the graph, by which shapes are found where the graph has none.
-        config: how to convert; ``lowering`` is not read.
+        config: how to convert; ``lowering`` is not read. The graph holds one ``attnres::mix`` per site, unless
+            ``two_phase="on"`` or ``fuse="on"`` ask for the operators of those passes: ``"auto"`` is for graphs that
+            are compiled here.
 
     Returns:
         A new graph module over the same parameters, with the pseudo-queries in its child ``attnres``, and the report.
@@ -202,7 +204,7 @@ def rewrite_graph(
         raise NoStreamError(_no_stream(whole), report=whole, remedy="error.report lists every add with its reason")
     result = graphs.rewritten(module, plans, config, whole)
     close_regions(result, regions)
-    return result, whole
+    return result, graphs.forced(result, config, whole)
 
 
 # ------------------------------------------------------------------ how
@@ -298,7 +300,9 @@ def _part(whole: TransformReport, path: str, config: AttnResConfig, first: bool)
     """One converted module's share of the report; what belongs to none goes to the first."""
     streams = tuple(stream for stream in whole.streams if stream.owner == path)
     queries = sum(stream.feature_dim * sum(site.query is not None for site in stream.sites) for stream in streams)
-    share = TransformReport(streams, parameters_added=queries * parameters_per_site(config))
+    names = {stream.name for stream in streams}
+    phases = tuple(phase for phase in whole.phases if phase.stream in names)
+    share = TransformReport(streams, parameters_added=queries * parameters_per_site(config), phases=phases)
     return replace(share, rejections=whole.rejections, graph_breaks=whole.graph_breaks) if first else share
 
 

@@ -10,25 +10,26 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
-from attnres_compile.config import AttnResConfig, Lowering
+from attnres_compile.config import RUN_TIME, AttnResConfig, Lowering
 from attnres_compile.errors import ConfigError
 from attnres_compile.kernels import ops as kernel_ops
-from attnres_compile.parameters import LATE, Declaration, DepthQueries
+from attnres_compile.parameters import CHILD, LATE, Declaration, DepthQueries
 from attnres_compile.passes import facts
 from attnres_compile.passes.checkpoint import close_regions, make_eager, open_regions
 from attnres_compile.passes.detect import detect
+from attnres_compile.passes.finish import Choices, finish
 from attnres_compile.passes.plan import BlockPlan, plan
 from attnres_compile.passes.rewrite import QueryNodes, rewrite
 from attnres_compile.passes.streams import ResidualStream
 from attnres_compile.report import TransformReport
-from attnres_compile.reporting import STREAM_REASONS, build_report, refuse_strict
+from attnres_compile.reporting import STREAM_REASONS, build_report, refuse_strict, with_choices
 
 assert kernel_ops  # registers the ops that graphs hold
 
@@ -126,8 +127,12 @@ class _Declared:
     streams: list[ResidualStream]
 
 
-def rewrite_declared(graph: fx.Graph) -> int:
+def rewrite_declared(graph: fx.Graph, options: Mapping[str, Any] | None = None) -> int:
     """Rewrite every declared stream of ``graph`` in place and take the declarations out.
+
+    Args:
+        graph: the graph.
+        options: fields of :class:`AttnResConfig` about running that take the place of the declared ones.
 
     Returns:
         The number of sites.
@@ -160,7 +165,8 @@ def rewrite_declared(graph: fx.Graph) -> int:
         tensors = list(item.node.args[1])  # type: ignore[arg-type]
         norms: Sequence[Any] = tensors[len(names) :] or [None] * len(names)
         queries = {name: QueryNodes(q, k) for name, q, k in zip(names, tensors, norms, strict=False)}
-        rewrite(graph, plans, queries, item.declaration.config)
+        own = {name: value for name, value in (options or {}).items() if name in RUN_TIME}
+        rewrite(graph, plans, queries, replace(item.declaration.config, **own))
     for node in nodes:
         graph.erase_node(node)
     if module is not None:
@@ -181,15 +187,13 @@ def _owner(stream: ResidualStream, declared: list[_Declared], position: dict[fx.
     return max(covering, key=lambda item: (len(item.prefix), position[item.node]), default=None)
 
 
-def _lower(module: fx.GraphModule, lowering: Lowering) -> None:
-    from attnres_compile.passes.lower import lower
-
-    lower(module, AttnResConfig(lowering=lowering))
-    module.recompile()
-
-
-def _finish(module: fx.GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Callable[..., Any]:
-    _lower(module, lowering)
+def _finish(
+    module: fx.GraphModule, inputs: Sequence[Any], lowering: Lowering, done: Callable[[Choices], None] | None = None
+) -> Callable[..., Any]:
+    """Run the passes behind rewriting, tell ``done`` what they chose, and compile."""
+    choices = finish(module, AttnResConfig(lowering=lowering))
+    if done is not None:
+        done(choices)
     if lowering == "eager":
         make_eager(module)
         module.recompile()
@@ -214,7 +218,13 @@ class ConvertedBackend:
     def __call__(self, module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         module = copy_graph_module(module, self.owner)
         sites = rewrite_declared(module.graph)
-        return _counted(_finish(module, example_inputs, self.lowering), sites)
+        return _counted(_finish(module, example_inputs, self.lowering, self._report), sites)
+
+    def _report(self, choices: Choices) -> None:
+        queries = self.owner._modules[CHILD]
+        assert isinstance(queries, DepthQueries)
+        owner = next((stream.owner for stream in queries.report.streams), "")
+        queries.report = with_choices(queries.report, choices.phases, choices.fusions, owner)
 
 
 def attnres(
@@ -225,7 +235,8 @@ def attnres(
     Args:
         module: the graph that dynamo captured.
         example_inputs: its inputs.
-        options: fields of :class:`AttnResConfig`. On a transformed model only ``lowering`` may be given.
+        options: fields of :class:`AttnResConfig`. On a transformed model only ``lowering``, ``two_phase`` and
+            ``fuse`` may be others than it was transformed with.
 
     Raises:
         ConfigError: an option is unknown or not valid, or would change a transformed model's layout.
@@ -235,7 +246,7 @@ def attnres(
     module = copy_graph_module(module)
     if any(node.target is DECLARE for node in module.graph.nodes):
         _check_options(module.graph, options)
-        sites = rewrite_declared(module.graph)
+        sites = rewrite_declared(module.graph, options)
         return _counted(_finish(module, example_inputs, config.lowering), sites)
     return _late(module, example_inputs, config)
 
@@ -244,7 +255,7 @@ def _check_options(graph: fx.Graph, options: dict[str, Any]) -> None:
     for node in graph.nodes:
         if node.target is DECLARE:
             has = Declaration.from_text(str(node.args[2])).config
-            wrong = [k for k, v in options.items() if k != "lowering" and getattr(has, k) != v]
+            wrong = [k for k, v in options.items() if k not in RUN_TIME and getattr(has, k) != v]
             if wrong:
                 raise ConfigError(
                     f"the model was transformed with other values of {', '.join(wrong)}",
@@ -260,7 +271,8 @@ def _late(module: fx.GraphModule, inputs: list[Any], config: AttnResConfig) -> C
     if config.strict:
         found = build_report(detection, plans, config)
         refuse_strict(found.rejections, found)
-    declaration = Declaration.of(plans, config)
+    # How a model runs is no reason to give it other queries.
+    declaration = Declaration.of(plans, config.layout())
     if not declaration.sites:
         if detection.rejections and not detection.streams:
             warnings.warn(
@@ -277,9 +289,13 @@ def _late(module: fx.GraphModule, inputs: list[Any], config: AttnResConfig) -> C
     rewrite(module.graph, plans, queries, config)
     close_regions(module, regions)
     extra = [nn.Parameter(q.to(anchor.like)) for q in sample.tensors()]
-    compiled = _finish(module, [*inputs, *extra], config.lowering)
     # One model or many may run this code: dynamo does not tell models of one class apart. Looked up at each call.
-    _store(anchor.like, declaration, report)
+    store = _store(anchor.like, declaration, report)
+
+    def keep(choices: Choices) -> None:
+        store.report = with_choices(store.report, choices.phases, choices.fusions)
+
+    compiled = _finish(module, [*inputs, *extra], config.lowering, keep)
 
     def run(*args: Any) -> Any:
         return compiled(*args, *_store(args[anchor.index], declaration, report).tensors())
@@ -384,4 +400,4 @@ def rewrite_for_inductor(graph: fx.Graph) -> None:
         return
     rewrite_declared(graph)
     if graph.owning_module is not None:
-        _lower(graph.owning_module, "inductor")
+        finish(graph.owning_module, AttnResConfig())

@@ -15,10 +15,13 @@ Gain = Literal["sum", "mean"]
 Value = Literal["raw", "normalized"]
 Queries = Literal["state", "reader"]
 Lowering = Literal["inductor", "eager"]
+Choice = Literal["auto", "on", "off"]
 
 DEFAULT_NUM_BLOCKS = 8
 # ``num_blocks`` left unsaid: 8, unless ``block_size`` is given. No user's value can be this one.
 _UNSAID = -1
+# Fields that say how a converted model runs, not which sites and parameters it has.
+RUN_TIME = ("lowering", "two_phase", "fuse")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,12 @@ class AttnResConfig:
         strict: raise :class:`~attnres_compile.errors.RejectedStreamError` instead of leaving a residual
             stream alone; default ``False``.
         lowering: ``"inductor"`` (default) compiles the converted part, ``"eager"`` runs it op by op.
+        two_phase: attend over the finished blocks once per block for all its sites (phase 1) and merge the running
+            sum in at each site (phase 2). ``"auto"`` (default): where generated kernels run (CUDA, ROCm, with
+            ``lowering="inductor"``) and fewer bytes move; on the CPU never, its own kernel works in one phase.
+            ``"on"`` wherever sites share their finished blocks, on any device; ``"off"`` nowhere.
+        fuse: put the residual add before a site and the RMSNorm or LayerNorm after it into the site's kernel.
+            ``"auto"`` (default): where generated kernels run; ``"on"`` on any device; ``"off"`` nowhere.
 
     Raises:
         ConfigError: a value is unknown, out of range or contradicts another one.
@@ -63,6 +72,8 @@ class AttnResConfig:
     depth_loops: bool = False
     strict: bool = False
     lowering: Lowering = "inductor"
+    two_phase: Choice = "auto"
+    fuse: Choice = "auto"
 
     def __post_init__(self) -> None:
         if self.num_blocks == _UNSAID:
@@ -74,7 +85,14 @@ class AttnResConfig:
             )
         for name, least in (("num_blocks", 1), ("block_size", 1), ("min_sublayers", 1)):
             self._check_int(name, least)
-        for name, choices in (("gain", Gain), ("value", Value), ("queries", Queries), ("lowering", Lowering)):
+        for name, choices in (
+            ("gain", Gain),
+            ("value", Value),
+            ("queries", Queries),
+            ("lowering", Lowering),
+            ("two_phase", Choice),
+            ("fuse", Choice),
+        ):
             self._check_choice(name, get_args(choices))
         for name in ("key_norm_weight", "depth_loops", "strict"):
             if not isinstance(getattr(self, name), bool):
@@ -109,6 +127,11 @@ class AttnResConfig:
         if self.logit_scale == "rsqrt_dim":
             return 1.0 / math.sqrt(feature_dim)
         return float(self.logit_scale)
+
+    def layout(self) -> AttnResConfig:
+        """This configuration with all choices about running at their defaults: what sites and parameters hang on."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in RUN_TIME}
+        return dataclasses.replace(self, **defaults)  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values; :meth:`from_dict` takes them back."""

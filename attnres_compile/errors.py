@@ -98,5 +98,9 @@ class LoweringError(AttnResError):
     """An op of ours was left in a graph that claims to hold none, or a kernel could not be built."""
 
 
+class KernelError(AttnResError):
+    """A kernel was asked for that cannot be generated, compiled or kept on disk."""
+
+
 class TargetError(AttnResError):
     """A command-line target or input specification names nothing usable."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,12 @@ from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import CaptureError
 from attnres_compile.parameters import CHILD, Declaration, DepthQueries
 from attnres_compile.passes import facts
+from attnres_compile.passes.fuse_norm import fuse_norm
 from attnres_compile.passes.plan import BlockPlan
 from attnres_compile.passes.rewrite import QueryNodes, rewrite
+from attnres_compile.passes.two_phase import two_phase
 from attnres_compile.report import TransformReport
+from attnres_compile.reporting import with_choices
 
 
 def with_shapes(
@@ -145,3 +149,18 @@ def rewritten(
     rewrite(graph, plans, {site: QueryNodes(node, norms.get(site)) for site, node in nodes.items()}, config)
     module.recompile()
     return module
+
+
+def forced(module: fx.GraphModule, config: AttnResConfig, report: TransformReport) -> TransformReport:
+    """Carry out the passes behind rewriting that ``config`` forces; ``"auto"`` is decided where a graph is compiled.
+
+    Returns:
+        The report, with what was done if anything was forced.
+    """
+    if "on" not in (config.two_phase, config.fuse):
+        return report
+    config = dataclasses.replace(config, lowering="eager")
+    report = with_choices(report, two_phase(module, config), fuse_norm(module, config))
+    queries = next(child for child in module.children() if isinstance(child, DepthQueries))
+    queries.report = report
+    return report

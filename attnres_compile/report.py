@@ -6,7 +6,7 @@ Nothing here prints. ``to_dict`` gives JSON values in a stable shape, described 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -93,20 +93,76 @@ class GraphBreak:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """How the sites that read the same finished blocks are computed: each by itself, or all in two phases.
+
+    Attributes:
+        stream: name of their stream.
+        block: number of the block in progress, from 1; one more than there are after the last.
+        sites: their names, in depth order.
+        sources: number of finished sources that all of them read, the root included.
+        direct_bytes: bytes per token moved where each site reads its sources by itself.
+        two_phase_bytes: bytes per token moved where the finished sources are read once for all.
+        training: whether the backward is counted too.
+        chosen: ``"direct"`` or ``"two_phase"``.
+        applies: whether that is what runs. ``False`` where the choice holds for generated kernels and the model is
+            not where they run: each site then runs by itself.
+        reason: why, in words.
+    """
+
+    stream: str
+    block: int
+    sites: tuple[str, ...]
+    sources: int
+    direct_bytes: int
+    two_phase_bytes: int
+    training: bool
+    chosen: str
+    applies: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What was fused into one site's kernel.
+
+    Attributes:
+        site: name of the site.
+        norm: ``"rmsnorm"`` or ``"layernorm"`` after it, or ``""``.
+        add: whether the residual add before it is.
+        norm_reason: why no norm is, or ``""``.
+        add_reason: why no add is, or ``""``.
+    """
+
+    site: str
+    norm: str
+    add: bool
+    norm_reason: str
+    add_reason: str
+
+
+@dataclass(frozen=True)
 class TransformReport:
     """Everything that was found and done in one model or graph.
+
+    Two reports are equal when the same was converted; how it runs (``phases``, ``fusions``) is not compared.
 
     Attributes:
         streams: the converted streams.
         rejections: every add that was considered and left alone, each with its reason.
         graph_breaks: where tracing stopped.
         parameters_added: number of scalar parameters added (queries and key norm weights).
+        phases: per set of sites over the same finished blocks, how they are computed: predicted until the model is
+            compiled, then what was done.
+        fusions: per site, what was fused into its kernel; empty until the model is compiled.
     """
 
     streams: tuple[Stream, ...] = ()
     rejections: tuple[LeftAlone, ...] = ()
     graph_breaks: tuple[GraphBreak, ...] = ()
     parameters_added: int = 0
+    phases: tuple[Phase, ...] = field(default=(), compare=False)
+    fusions: tuple[Fusion, ...] = field(default=(), compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values; see docs/report.md for the shape."""
@@ -115,6 +171,8 @@ class TransformReport:
             "rejections": [_plain(rejection) for rejection in self.rejections],
             "graph_breaks": [_plain(graph_break) for graph_break in self.graph_breaks],
             "parameters_added": self.parameters_added,
+            "phases": [_plain(phase) for phase in self.phases],
+            "fusions": [_plain(fusion) for fusion in self.fusions],
         }
 
     @classmethod
@@ -135,6 +193,9 @@ class TransformReport:
             rejections=tuple(LeftAlone(**rejection) for rejection in values["rejections"]),
             graph_breaks=tuple(GraphBreak(**graph_break) for graph_break in values["graph_breaks"]),
             parameters_added=values["parameters_added"],
+            # Not in reports of version 0.1.
+            phases=tuple(Phase(**_tuples(phase)) for phase in values.get("phases", ())),
+            fusions=tuple(Fusion(**fusion) for fusion in values.get("fusions", ())),
         )
 
     def merged(self, other: TransformReport) -> TransformReport:
@@ -144,6 +205,8 @@ class TransformReport:
             self.rejections + other.rejections,
             self.graph_breaks + other.graph_breaks,
             self.parameters_added + other.parameters_added,
+            self.phases + other.phases,
+            self.fusions + other.fusions,
         )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import RejectedStreamError
 from attnres_compile.passes import facts
 from attnres_compile.passes.plan import BlockPlan
 from attnres_compile.passes.streams import Detection, Reason, Step
-from attnres_compile.report import GraphBreak, LeftAlone, Site, Stream, Sublayer, TransformReport
+from attnres_compile.passes.two_phase import predict
+from attnres_compile.report import Fusion, GraphBreak, LeftAlone, Phase, Site, Stream, Sublayer, TransformReport
 
 # Reasons that mean: here is a residual stream, and it was not converted.
 STREAM_REASONS = frozenset(
@@ -46,7 +48,32 @@ def build_report(
     prefixes = prefixes if prefixes is not None else [""] * len(plans)
     streams = tuple(_stream(plan, prefix) for plan, prefix in zip(plans, prefixes, strict=True))
     added = sum(len(plan.queries) * plan.stream.feature_dim for plan in plans) * parameters_per_site(config)
-    return TransformReport(streams, left_alone(detection), breaks, added)
+    phases = tuple(
+        _phase(phase, prefix) for plan, prefix in zip(plans, prefixes, strict=True) for phase in predict(plan, config)
+    )
+    return TransformReport(streams, left_alone(detection), breaks, added, phases)
+
+
+def with_choices(
+    report: TransformReport, phases: Sequence[Phase], fusions: Sequence[Fusion], prefix: str = ""
+) -> TransformReport:
+    """The report of a module with what the passes behind rewriting chose, in the place of what was predicted.
+
+    Args:
+        report: the module's.
+        phases, fusions: what was chosen, with names relative to the module.
+        prefix: its path in the model.
+    """
+    return replace(
+        report,
+        phases=tuple(_phase(phase, prefix) for phase in phases),
+        fusions=tuple(replace(fusion, site=join(prefix, fusion.site)) for fusion in fusions),
+    )
+
+
+def _phase(phase: Phase, prefix: str) -> Phase:
+    names = tuple(join(prefix, name) for name in phase.sites)
+    return replace(phase, stream=join(prefix, phase.stream), sites=names)
 
 
 def parameters_per_site(config: AttnResConfig) -> int:
@@ -64,7 +91,7 @@ def left_alone(detection: Detection) -> tuple[LeftAlone, ...]:
 
 def _stream(plan: BlockPlan, prefix: str) -> Stream:
     return Stream(
-        name=join(prefix, plan.name) if prefix else plan.name,
+        name=join(prefix, plan.name),
         feature_dim=plan.stream.feature_dim,
         sublayers=tuple(_sublayer(step) for step in plan.stream.steps),
         blocks=tuple(tuple(block) for block in plan.blocks),

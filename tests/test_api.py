@@ -97,7 +97,7 @@ def test_report_round_trip_and_shape() -> None:
     report = ac.explain(build(), example(), CONFIG)
     values = report.to_dict()
     assert ac.TransformReport.from_dict(values) == report
-    assert list(values) == ["streams", "rejections", "graph_breaks", "parameters_added"]
+    assert list(values) == ["streams", "rejections", "graph_breaks", "parameters_added", "phases", "fusions"]
     (stream,) = values["streams"]
     assert {"name", "feature_dim", "sublayers", "blocks", "sites"} <= stream.keys()
     assert stream["blocks"] == [[0, 1, 2], [3, 4, 5]]

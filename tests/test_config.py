@@ -25,6 +25,8 @@ FIELDS: dict[str, Any] = {
     "depth_loops": False,
     "strict": False,
     "lowering": "inductor",
+    "two_phase": "auto",
+    "fuse": "auto",
 }
 # One value of each field that is not its default.
 OTHERS: dict[str, Any] = {
@@ -40,6 +42,8 @@ OTHERS: dict[str, Any] = {
     "depth_loops": True,
     "strict": True,
     "lowering": "eager",
+    "two_phase": "on",
+    "fuse": "off",
 }
 
 
@@ -92,6 +96,8 @@ def test_num_blocks_and_block_size_contradict_each_other(num_blocks: int) -> Non
         ("value", "norm", "value must be one of 'raw', 'normalized', not 'norm'"),
         ("queries", "head", "queries must be one of 'state', 'reader', not 'head'"),
         ("lowering", "triton", "lowering must be one of 'inductor', 'eager', not 'triton'"),
+        ("two_phase", True, "two_phase must be one of 'auto', 'on', 'off', not True"),
+        ("fuse", "yes", "fuse must be one of 'auto', 'on', 'off', not 'yes'"),
         ("key_norm_weight", 1, "key_norm_weight must be True or False, not 1"),
         ("depth_loops", "no", "depth_loops must be True or False, not 'no'"),
         ("strict", None, "strict must be True or False, not None"),
@@ -154,3 +160,11 @@ def test_scale_for() -> None:
     assert ac.AttnResConfig().scale_for(64) == 1.0
     assert ac.AttnResConfig(logit_scale=2).scale_for(64) == 2.0
     assert ac.AttnResConfig(logit_scale="rsqrt_dim").scale_for(64) == 0.125
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_layout_forgets_only_how_a_model_runs(name: str) -> None:
+    config = ac.AttnResConfig(**{name: OTHERS[name]})
+    runs = name in ("lowering", "two_phase", "fuse")
+    assert config.layout() == (ac.AttnResConfig() if runs else config)
+    assert ac.AttnResConfig(num_blocks=None, lowering="eager").layout() == ac.AttnResConfig(num_blocks=None)

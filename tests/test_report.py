@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor, nn
 
 import attnres_compile as ac
-from attnres_compile.report import GraphBreak, LeftAlone, Site, Stream, Sublayer, TransformReport
+from attnres_compile.report import Fusion, GraphBreak, LeftAlone, Phase, Site, Stream, Sublayer, TransformReport
 from attnres_compile.reporting import STREAM_REASONS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -30,15 +30,22 @@ REPORT = TransformReport(
     (LeftAlone("post_norm", "why", "layers.0", "m.py:5", "add_2"),),
     (GraphBreak("print", "m.py:9"),),
     4,
+    (Phase("encoder.s", 2, ("a", "b"), 2, 100, 90, True, "two_phase", False, "fewer bytes"),),
+    (Fusion("a", "rmsnorm", True, "", ""), Fusion("b", "", False, "no norm reads it", "the sum broadcasts")),
 )
 SHAPE: dict[str, list[str]] = {
-    "report": ["streams", "rejections", "graph_breaks", "parameters_added"],
+    "report": ["streams", "rejections", "graph_breaks", "parameters_added", "phases", "fusions"],
     "streams": ["name", "feature_dim", "sublayers", "blocks", "sites", "owner"],
     "sublayers": ["module", "where", "add", "adds"],
     "sites": ["name", "readers", "sources", "query"],
     "rejections": ["reason", "message", "module", "where", "node"],
     "graph_breaks": ["reason", "where"],
-}
+    "phases": [
+        "stream", "block", "sites", "sources", "direct_bytes", "two_phase_bytes", "training", "chosen", "applies",
+        "reason",
+    ],
+    "fusions": ["site", "norm", "add", "norm_reason", "add_reason"],
+}  # fmt: skip
 
 
 def shape(values: dict[str, Any]) -> dict[str, list[str]]:
@@ -65,6 +72,7 @@ def test_only_json_values() -> None:
 def test_round_trip(report: TransformReport) -> None:
     again = TransformReport.from_dict(json.loads(json.dumps(report.to_dict())))
     assert again == report
+    assert (again.phases, again.fusions) == (report.phases, report.fusions)
     assert hash(again) == hash(report)
 
 
@@ -76,6 +84,7 @@ def test_frozen() -> None:
 def test_merged() -> None:
     both = REPORT.merged(REPORT)
     assert (len(both.streams), len(both.rejections), len(both.graph_breaks), both.parameters_added) == (2, 2, 2, 8)
+    assert (both.phases, both.fusions) == (REPORT.phases * 2, REPORT.fusions * 2)
     assert REPORT.merged(TransformReport()) == REPORT == TransformReport().merged(REPORT)
 
 
@@ -110,7 +119,20 @@ def test_a_real_report_has_the_shape_and_known_reasons() -> None:
             return self.inner(x + x.mean(-1, keepdim=True))
 
     report = ac.explain(Shifted(), example(), ac.AttnResConfig(num_blocks=2))
-    values = {**report.to_dict(), "graph_breaks": REPORT.to_dict()["graph_breaks"]}
+    values = {**report.to_dict(), **{name: REPORT.to_dict()[name] for name in ("graph_breaks", "fusions")}}
     assert shape(values) == SHAPE
     assert {rejection.reason for rejection in report.rejections} <= {reason.value for reason in ac.Reason}
     assert TransformReport.from_dict(report.to_dict()) == report
+    assert TransformReport.from_dict(report.to_dict()).phases == report.phases
+    assert {phase.stream for phase in report.phases} == {stream.name for stream in report.streams}
+    assert [name for phase in report.phases for name in phase.sites] == [
+        site.name for stream in report.streams for site in stream.sites if site.query is not None
+    ]
+
+
+def test_a_report_of_version_0_1_is_read() -> None:
+    values = REPORT.to_dict()
+    old = {name: value for name, value in values.items() if name not in ("phases", "fusions")}
+    read = TransformReport.from_dict(old)
+    assert read == REPORT
+    assert (read.phases, read.fusions) == ((), ())

@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from attnres_compile import api
 from attnres_compile.cli import output, render
+from attnres_compile.cli.kernels import kernels
 from attnres_compile.cli.options import takes_config
 from attnres_compile.cli.target import Target, arguments_of, load_target, user_code
 from attnres_compile.config import AttnResConfig
@@ -100,7 +101,7 @@ def inspect(
     failure = None
     with output.stdout_to_stderr():
         loaded = load_target(target, input or ())
-        with _blame(loaded):
+        with blame(loaded):
             try:
                 report = api.explain(loaded.model, loaded.inputs, config)
                 if config.strict:
@@ -147,7 +148,7 @@ def verify(
     """
     with output.stdout_to_stderr():
         loaded = load_target(target, input or ())
-        with _blame(loaded):
+        with blame(loaded):
             try:
                 found = compare(loaded.model, loaded.inputs, config, keep_weights=keep_weights, train=train, seed=seed)
             except NoStreamError as error:
@@ -171,7 +172,7 @@ def _nothing_to_verify(loaded: Target, failure: NoStreamError, json: bool) -> No
 
 
 @contextlib.contextmanager
-def _blame(loaded: Target) -> Iterator[None]:
+def blame(loaded: Target) -> Iterator[None]:
     """Finds out whose error it is: a model that fails without us too has rejected its inputs."""
     try:
         yield
@@ -182,6 +183,9 @@ def _blame(loaded: Target) -> Iterator[None]:
         with user_code(f"{loaded.name} called with its inputs", remedy), torch.no_grad():
             loaded.model(*loaded.inputs.args, **loaded.inputs.kwargs)
         raise
+
+
+app.command()(kernels)
 
 
 def _show_version(asked: bool) -> None:

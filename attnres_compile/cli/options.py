@@ -51,6 +51,14 @@ _OPTIONS: dict[str, Any] = {
         str | None,
         _option("--lowering", "How the converted model runs; eager (default here) or inductor.", "inductor|eager"),
     ],
+    "two_phase": Annotated[
+        str | None,
+        _option("--two-phase", "Finished blocks once per block; auto (default): by bytes moved.", "auto|on|off"),
+    ],
+    "fuse": Annotated[
+        str | None,
+        _option("--fuse", "Adds and norms beside a site in its kernel; auto (default): on GPUs.", "auto|on|off"),
+    ],
 }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
+from rich.syntax import Syntax
 
 
 @contextlib.contextmanager
@@ -42,9 +43,21 @@ def show(renderable: RenderableType) -> None:
     Console(file=sys.stdout, highlight=False).print(renderable)
 
 
-def show_json(value: dict[str, Any]) -> None:
+def show_json(value: dict[str, Any] | list[Any]) -> None:
     """Prints one JSON document and nothing else."""
     print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def show_source(text: str) -> None:
+    """Prints Python text: highlighted for a terminal with colours, as it is for everything else."""
+    _tolerant(sys.stdout)
+    console = Console(file=sys.stdout, highlight=False)
+    if console.is_terminal and not console.no_color:
+        console.print(
+            Syntax(text, "python", theme="ansi_dark", background_color="default").highlight(text), soft_wrap=True
+        )
+    else:
+        print(text)
 
 
 def show_error(message: str) -> None:

@@ -1,19 +1,20 @@
 """The operators of this package: schemas, shapes, autograd and the default implementations.
 
 ``attnres::mix`` is depth attention of one site (arXiv 2603.15031), ``attnres::mix_backward`` its gradients,
-``attnres::declare`` the mark that a transformed module leaves in every graph it is traced into. Importing this
-module registers them; it does not import Inductor.
+``attnres::declare`` the mark that a transformed module leaves in every graph it is traced into. The two phases and
+whole sites are in :mod:`phase_ops`. Importing any module of this package registers all; none imports Inductor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnres_compile.errors import PlainExecutionError
-from attnres_compile.kernels import plain
+from attnres_compile.kernels import checks, plain
 
 _ARGUMENTS = "int dim, float eps, float gain, float scale, bool normalized"
 
@@ -26,35 +27,19 @@ LIBRARY.define(
 LIBRARY.define("declare(Tensor(a!) token, Tensor[] queries, str plan) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _check(query: Tensor, sources: list[Tensor], dim: int) -> None:
-    """Raise ``ValueError`` for arguments that broadcasting would silently accept."""
-    if not sources:
-        raise ValueError("attnres::mix needs at least one source")
-    first = sources[0]
-    if not first.is_floating_point():
-        raise ValueError(f"attnres::mix needs floating-point sources, not {first.dtype}")
-    for source in sources:
-        if source.shape != first.shape or source.dtype != first.dtype:
-            raise ValueError(
-                "attnres::mix needs sources of one shape and dtype, not "
-                f"{tuple(first.shape)} {first.dtype} and {tuple(source.shape)} {source.dtype}"
-            )
-    if query.dim() != 1 or query.shape[0] != first.shape[dim]:
-        raise ValueError(
-            f"attnres::mix needs a query of shape [{first.shape[dim]}], the size of dimension {dim} of its "
-            f"sources, not {tuple(query.shape)}"
-        )
+# What Inductor opens each operator up into; :mod:`phase_ops` adds its own.
+DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 
 def _mix(
     query: Tensor, sources: list[Tensor], dim: int, eps: float, gain: float, scale: float, normalized: bool
 ) -> Tensor:
-    _check(query, sources, dim)
+    checks.mix(query, sources, dim)
     return plain.mix(query, sources, dim, eps, gain, scale, normalized)
 
 
 def _mix_fake(query: Tensor, sources: list[Tensor], dim: int, *_: Any) -> Tensor:
-    _check(query, sources, dim)
+    checks.mix(query, sources, dim)
     return torch.empty_like(sources[0])
 
 
@@ -78,8 +63,13 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _differentiate_twice(ctx: Any, *_: Any) -> Any:
-    raise NotImplementedError("depth attention has no second derivative: attnres::mix_backward was differentiated")
+def refuse_second_derivative(name: str) -> Callable[..., Any]:
+    """The autograd formula of the backward operator ``name``."""
+
+    def refuse(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"depth attention has no second derivative: attnres::{name} was differentiated")
+
+    return refuse
 
 
 def _declare(token: Tensor, queries: list[Tensor], plan: str) -> None:
@@ -107,17 +97,19 @@ torch.library.register_fake("attnres::mix", _mix_fake, lib=LIBRARY)
 torch.library.register_fake("attnres::mix_backward", _mix_backward_fake, lib=LIBRARY)
 torch.library.register_fake("attnres::declare", _declare_fake, lib=LIBRARY)
 torch.library.register_autograd("attnres::mix", _differentiate, setup_context=_save, lib=LIBRARY)
-torch.library.register_autograd("attnres::mix_backward", _differentiate_twice, lib=LIBRARY)
+torch.library.register_autograd("attnres::mix_backward", refuse_second_derivative("mix_backward"), lib=LIBRARY)
+DECOMPOSITIONS[torch.ops.attnres.mix.default] = plain.mix
+DECOMPOSITIONS[torch.ops.attnres.mix_backward.default] = plain.mix_backward
 
 
 def register_decompositions() -> None:
-    """Let Inductor open ``mix`` and ``mix_backward`` up into the code of :mod:`plain`; doing it again is free."""
+    """Let Inductor open the operators up into plain tensor code; doing it again is free."""
     from torch._inductor import decomposition
 
-    mix, mix_backward = torch.ops.attnres.mix.default, torch.ops.attnres.mix_backward.default
-    if mix in decomposition.decompositions:
+    missing = {op: plainly for op, plainly in DECOMPOSITIONS.items() if op not in decomposition.decompositions}
+    if not missing:
         return
-    decomposition.register_decomposition([mix])(plain.mix)
-    decomposition.register_decomposition([mix_backward])(plain.mix_backward)
+    for op, plainly in missing.items():
+        decomposition.register_decomposition([op])(plainly)
     # Inductor keeps a copy of its table from its first use on.
     decomposition.fast_random_decomps.cache_clear()

@@ -2,7 +2,9 @@
 
 No stacking: what is made per source is one number per token, and products that a compiler fuses away. This is the
 CPU and default implementation of ``attnres::mix``, and what Inductor opens it up into where no kernel of ours
-serves. Equations: arXiv 2603.15031, and docs/method.md for the gradients.
+serves. :func:`reads` and :func:`reads_backward` are the whole of it, for any number of queries over the same sources;
+:mod:`plain_phases` builds the other operators from them. Equations: arXiv 2603.15031, and docs/method.md for the
+gradients.
 """
 
 from __future__ import annotations
@@ -12,6 +14,11 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+
+# Values of ``slots``, one per source in a backward: no gradient wanted, or one with nothing to add it to. What is not
+# negative says which of the accumulated gradients to add it to.
+UNWANTED = -2
+FRESH = -1
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -42,22 +49,7 @@ def mix(
     Returns:
         A new tensor of the sources' dtype, with the strides of ``torch.empty_like(sources[0])``.
     """
-    compute = compute_dtype(sources[0].dtype)
-    query = _along(query.to(compute), sources[0], dim)
-    logits, scales = [], []
-    for source in sources:
-        v = source.to(compute)
-        rms = torch.rsqrt((v * v).mean(dim, keepdim=True) + eps)
-        logits.append((v * query).sum(dim, keepdim=True) * rms * scale)
-        scales.append(rms)
-    parts, total = _softmax_parts(logits)
-    mixed: Tensor | None = None
-    for source, part, rms in zip(sources, parts, scales, strict=True):
-        # In this order the quotient is exactly 1 for equal logits and gain = N.
-        weight = part * gain / total
-        term = (weight * rms if normalized else weight) * source.to(compute)
-        mixed = term if mixed is None else mixed + term
-    assert mixed is not None
+    (mixed,), _ = reads([query], sources, dim, eps, gain, scale, normalized)
     return like(mixed, sources[0])
 
 
@@ -79,42 +71,131 @@ def mix_backward(
     Returns:
         The query's gradient in the query's dtype, then each source's, like ``torch.empty_like`` of the source.
     """
+    wide = grad.to(compute_dtype(sources[0].dtype))
+    slots = [FRESH] * len(sources)
+    return reads_backward([wide], [None], [query], sources, [], slots, dim, eps, gain, scale, normalized)
+
+
+def reads(
+    queries: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    dim: int,
+    eps: float,
+    gain: float,
+    scale: float,
+    normalized: bool,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """:func:`mix` for several queries over the same sources.
+
+    Returns:
+        The mixes, and the log-sum-exps of their logits with ``dim`` kept as a dimension of size 1; all in the compute
+        dtype, in the order of ``queries``.
+    """
     compute = compute_dtype(sources[0].dtype)
-    size = sources[0].shape[dim]
-    g = grad.to(compute)
-    q = _along(query.to(compute), sources[0], dim)
-    dots, scales, slopes, logits = [], [], [], []
+    along = [spread(query.to(compute), sources[0], dim) for query in queries]
+    logits: list[list[Tensor]] = [[] for _ in queries]
+    scales = []
     for source in sources:
         v = source.to(compute)
         rms = torch.rsqrt((v * v).mean(dim, keepdim=True) + eps)
-        dot = (v * q).sum(dim, keepdim=True)
-        slope = (v * g).sum(dim, keepdim=True) * gain
-        dots.append(dot)
+        for held, query in zip(logits, along, strict=True):
+            held.append((v * query).sum(dim, keepdim=True) * rms * scale)
         scales.append(rms)
-        slopes.append(slope * rms if normalized else slope)
-        logits.append(dot * rms * scale)
-    parts, total = _softmax_parts(logits)
-    weights = [part / total for part in parts]
-    # In this order, as in the mix, the quotient is exactly 1 for equal logits and gain = N.
-    shares = [part * gain / total for part in parts]
-    delta = reduce(torch.add, [weight * slope for weight, slope in zip(weights, slopes, strict=True)])
-    grads: list[Tensor] = []
-    query_grad: Tensor | None = None
-    terms = zip(sources, weights, shares, scales, dots, slopes, strict=True)
-    for source, weight, share, rms, dot, slope in terms:
+    mixes, lses = [], []
+    for held in logits:
+        parts, total, top = _softmax_parts(held)
+        mixed: Tensor | None = None
+        for source, part, rms in zip(sources, parts, scales, strict=True):
+            # In this order the quotient is exactly 1 for equal logits and gain = N.
+            weight = part * gain / total
+            term = (weight * rms if normalized else weight) * source.to(compute)
+            mixed = term if mixed is None else mixed + term
+        assert mixed is not None
+        mixes.append(mixed)
+        lses.append(top + torch.log(total))
+    return mixes, lses
+
+
+def reads_backward(
+    grads: Sequence[Tensor],
+    lse_grads: Sequence[Tensor | None],
+    queries: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    accumulated: Sequence[Tensor],
+    slots: Sequence[int],
+    dim: int,
+    eps: float,
+    gain: float,
+    scale: float,
+    normalized: bool,
+) -> list[Tensor]:
+    """Gradients of :func:`reads`. The softmax is computed again from the sources, so nothing else needs keeping.
+
+    Args:
+        grads: the mixes' gradients, in the compute dtype.
+        lse_grads: the log-sum-exps' gradients, in the compute dtype and with ``dim`` kept, or ``None``.
+        accumulated, slots: see :data:`UNWANTED`; an accumulated gradient is added before the one rounding.
+
+    Returns:
+        Each query's gradient in the query's dtype, then each wanted source's, like ``torch.empty_like`` of the source.
+    """
+    compute = compute_dtype(sources[0].dtype)
+    size = sources[0].shape[dim]
+    count = len(queries)
+    along = [spread(query.to(compute), sources[0], dim) for query in queries]
+    scales: list[Tensor] = []
+    dots: list[list[Tensor]] = [[] for _ in queries]
+    slopes: list[list[Tensor]] = [[] for _ in queries]
+    logits: list[list[Tensor]] = [[] for _ in queries]
+    for source in sources:
         v = source.to(compute)
-        logit_grad = weight * (slope - delta) * scale
-        of_query = logit_grad * rms
-        # Both the key's norm and the value's (``normalized``) pull the source towards itself.
-        pull = logit_grad * dot * rms + weight * slope if normalized else logit_grad * dot * rms
-        of_grad = share * rms if normalized else share
-        grads.append(like(of_grad * g + of_query * q - pull * rms * rms / size * v, source))
-        term = of_query * v
-        query_grad = term if query_grad is None else query_grad + term
-    assert query_grad is not None
-    others = [axis for axis in range(query_grad.dim()) if axis != dim % query_grad.dim()]
-    summed = query_grad.sum(others) if others else query_grad
-    return [like(summed, query), *grads]
+        rms = torch.rsqrt((v * v).mean(dim, keepdim=True) + eps)
+        scales.append(rms)
+        for read in range(count):
+            dot = (v * along[read]).sum(dim, keepdim=True)
+            slope = (v * grads[read]).sum(dim, keepdim=True) * gain
+            dots[read].append(dot)
+            slopes[read].append(slope * rms if normalized else slope)
+            logits[read].append(dot * rms * scale)
+    weights: list[list[Tensor]] = []
+    shares: list[list[Tensor]] = []
+    deltas = []
+    for read in range(count):
+        parts, total, _ = _softmax_parts(logits[read])
+        weights.append([part / total for part in parts])
+        # In this order, as in the mix, the quotient is exactly 1 for equal logits and gain = N.
+        shares.append([part * gain / total for part in parts])
+        delta = reduce(torch.add, [w * slope for w, slope in zip(weights[read], slopes[read], strict=True)])
+        lse_grad = lse_grads[read]
+        # A log-sum-exp's slope along each logit is the weight: its gradient stands beside the mix's slopes.
+        deltas.append(delta if lse_grad is None else delta - lse_grad)
+    source_grads: list[Tensor] = []
+    sums: list[Tensor | None] = [None] * count
+    for index, (source, rms, slot) in enumerate(zip(sources, scales, slots, strict=True)):
+        v = source.to(compute)
+        moved: Tensor | None = None
+        pulls: Tensor | None = None
+        for read in range(count):
+            weight, slope, share = weights[read][index], slopes[read][index], shares[read][index]
+            logit_grad = weight * (slope - deltas[read]) * scale
+            of_query = logit_grad * rms
+            # Both the key's norm and the value's (``normalized``) pull the source towards itself.
+            pull = of_query * dots[read][index]
+            pull = pull + weight * slope if normalized else pull
+            pulls = _sum(pulls, pull)
+            moved = _sum(moved, (share * rms if normalized else share) * grads[read] + of_query * along[read])
+            sums[read] = _sum(sums[read], of_query * v)
+        assert moved is not None and pulls is not None
+        if slot != UNWANTED:
+            gradient = moved - pulls * rms * rms / size * v
+            source_grads.append(like(added(gradient, accumulated, slot), source))
+    query_grads = [like(across(total, dim), query) for total, query in zip(sums, queries, strict=True)]
+    return [*query_grads, *source_grads]
+
+
+def added(gradient: Tensor, accumulated: Sequence[Tensor], slot: int) -> Tensor:
+    """``gradient``, added to what ``slot`` says is there already."""
+    return gradient + accumulated[slot].to(gradient.dtype) if slot >= 0 else gradient
 
 
 def like(value: Tensor, model: Tensor) -> Tensor:
@@ -124,14 +205,25 @@ def like(value: Tensor, model: Tensor) -> Tensor:
     return value if value.stride() == wanted.stride() else wanted.copy_(value)
 
 
-def _along(query: Tensor, source: Tensor, dim: int) -> Tensor:
-    """``query`` of shape ``[d]``, shaped to broadcast along ``dim`` of ``source``."""
+def spread(vector: Tensor, source: Tensor, dim: int) -> Tensor:
+    """``vector`` of shape ``[d]``, shaped to broadcast along ``dim`` of ``source``."""
     dim %= source.dim()
-    return query if dim == source.dim() - 1 else query.view(-1, *[1] * (source.dim() - 1 - dim))
+    return vector if dim == source.dim() - 1 else vector.view(-1, *[1] * (source.dim() - 1 - dim))
 
 
-def _softmax_parts(logits: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Numerators of a softmax over the list, and their sum."""
+def across(value: Tensor | None, dim: int) -> Tensor:
+    """The sum of ``value`` over all its dimensions but ``dim``."""
+    assert value is not None
+    others = [axis for axis in range(value.dim()) if axis != dim % value.dim()]
+    return value.sum(others) if others else value
+
+
+def _sum(total: Tensor | None, term: Tensor) -> Tensor:
+    return term if total is None else total + term
+
+
+def _softmax_parts(logits: list[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Numerators of a softmax over the list, their sum, and the largest logit."""
     top = reduce(torch.maximum, logits)
     parts = [torch.exp(logit - top) for logit in logits]
-    return parts, reduce(torch.add, parts)
+    return parts, reduce(torch.add, parts), top

@@ -39,3 +39,67 @@ def mix(
     weights = torch.softmax(scale * (keys * query.to(v.dtype)).sum(-1, keepdim=True), dim=0)
     mixed = (weights * (keys if normalized else v)).sum(0) * (len(sources) if gain is None else gain)
     return mixed.movedim(-1, dim)
+
+
+def inter(
+    queries: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    dim: int = -1,
+    eps: float = 1e-6,
+    scale: float = 1.0,
+    normalized: bool = False,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Phase 1: for each query :func:`mix` with gain 1, and the log-sum-exp of its logits, one number per token."""
+    mixes = [mix(query, sources, dim, eps, 1.0, scale, normalized) for query in queries]
+    v = torch.stack([source.movedim(dim, -1) for source in sources])
+    keys = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+    return mixes, [torch.logsumexp(scale * (keys * query.to(v.dtype)).sum(-1), dim=0) for query in queries]
+
+
+def merge(
+    query: Tensor,
+    mixed: Tensor,
+    lse: Tensor,
+    partial: Tensor,
+    dim: int = -1,
+    eps: float = 1e-6,
+    gain: float = 1.0,
+    scale: float = 1.0,
+    normalized: bool = False,
+) -> Tensor:
+    """Phase 2: ``gain`` times the mix of all that ``mixed`` and ``lse`` stand for, and of the partial sum."""
+    v = partial.movedim(dim, -1)
+    key = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+    logits = torch.stack([lse, scale * (key * query.to(v.dtype)).sum(-1)])
+    values = torch.stack([mixed.movedim(dim, -1), key if normalized else v])
+    return gain * (torch.softmax(logits, dim=0).unsqueeze(-1) * values).sum(0).movedim(-1, dim)
+
+
+def site(
+    query: Tensor,
+    sources: Sequence[Tensor],
+    mixed: Tensor | None = None,
+    lse: Tensor | None = None,
+    branch: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm: str = "",
+    norm_eps: float = 1e-6,
+    dim: int = -1,
+    eps: float = 1e-6,
+    gain: float = 1.0,
+    scale: float = 1.0,
+    normalized: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """A :func:`mix`, or :func:`merge`, with the addition before it and the norm after it; and the last source read."""
+    last = sources[-1] if branch is None else sources[-1] + branch
+    if mixed is None or lse is None:
+        h = mix(query, [*sources[:-1], last], dim, eps, gain, scale, normalized)
+    else:
+        h = merge(query, mixed, lse, last, dim, eps, gain, scale, normalized)
+    rows = h.movedim(dim, -1)
+    if norm == "rmsnorm":
+        rows = torch.nn.functional.rms_norm(rows, rows.shape[-1:], norm_weight, norm_eps)
+    elif norm == "layernorm":
+        rows = torch.nn.functional.layer_norm(rows, rows.shape[-1:], norm_weight, norm_bias, norm_eps)
+    return rows.movedim(-1, dim), last

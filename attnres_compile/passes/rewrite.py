@@ -19,6 +19,7 @@ from attnres_compile.errors import LoweringError
 from attnres_compile.passes import facts
 from attnres_compile.passes.checkpoint import REGION
 from attnres_compile.passes.plan import BlockPlan, SitePlan
+from attnres_compile.passes.sites import SITE, Mark
 from attnres_compile.passes.streams import Step, Term
 
 aten = torch.ops.aten
@@ -134,7 +135,7 @@ class _Surgery:
                 partial = index + 1 not in ends
                 axis = stream.axes[index + 1]
                 mixes = {
-                    site: self._mix(site, [self._made(source) for source in sources], axis, step)
+                    site: self._mix(plan.name, site, [self._made(source) for source in sources], axis, step)
                     for site in sites.get(index + 1, ())
                 }
             following = stream.steps[index + 1].passes if index + 1 < len(stream.steps) else ()
@@ -233,7 +234,7 @@ class _Surgery:
         _set_tensor(twin, torch.empty_like(value), node)
         return twin
 
-    def _mix(self, site: SitePlan, sources: list[fx.Node], axis: int, step: Step) -> fx.Node:
+    def _mix(self, stream: str, site: SitePlan, sources: list[fx.Node], axis: int, step: Step) -> fx.Node:
         origin = next((r for r in site.readers if r.meta.get("nn_module_stack")), step.node)
         parameters = self.queries[site.name]
         query = parameters.query
@@ -254,6 +255,7 @@ class _Surgery:
         mixed = self._emit(torch.ops.attnres.mix.default, arguments, origin, like=step.node)
         # A mix is recomputed with what reads it first.
         mixed.meta.pop(REGION, None)
+        mixed.meta[SITE] = Mark(site.name, stream, site.blocks, site.partial, config.two_phase, config.fuse)
         if REGION in site.readers[0].meta:
             mixed.meta[REGION] = site.readers[0].meta[REGION]
         return mixed
