@@ -17,11 +17,6 @@ from attnres_compile.kernels import cpu, ops, plain
 
 _WHERE = "attnres_compile.ops.depth_attention"
 
-# The compiled kernels have no formula of their own for autograd: without this a second derivative is silently partial.
-torch.library.register_autograd(
-    "attnres::mix_cpu_backward", ops.refuse_second_derivative("mix_cpu_backward"), lib=ops.LIBRARY
-)
-
 
 def depth_attention(
     query: Tensor,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import importlib.resources
 import warnings
 from array import array
@@ -62,16 +61,6 @@ def library() -> ctypes.CDLL | None:
     forward.argtypes = [*shape, *[ctypes.c_void_p] * 3]
     backward.argtypes = [*shape, *[ctypes.c_void_p] * 6]
     return loaded
-
-
-@functools.cache
-def fingerprint() -> str:
-    """A digest of this package's kernels, for the keys of caches that hold code made by them."""
-    folder = importlib.resources.files("attnres_compile.kernels")
-    digest = hashlib.sha256()
-    for path in (folder / "ops.py", folder / "plain.py", folder / "cpu.py", folder / "templates" / "depth_mix.cpp"):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def served(dtype: torch.dtype) -> bool:
@@ -199,6 +188,10 @@ for _name, _implementation, _fake in (
 ):
     ops.LIBRARY.impl(_name, _implementation, "CPU")
     torch.library.register_fake(f"attnres::{_name}", _fake, lib=ops.LIBRARY)
+# Without a formula of its own a second derivative would be partial, and say nothing.
+torch.library.register_autograd(
+    "attnres::mix_cpu_backward", ops.refuse_second_derivative("mix_cpu_backward"), lib=ops.LIBRARY
+)
 
 
 class _MixThrough(torch.autograd.Function):

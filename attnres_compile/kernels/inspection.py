@@ -36,7 +36,7 @@ from attnres_compile.kernels.spec import (
 # What the table of docs/kernels.md is made for, and what else Triton's code generators and ptxas know.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 OTHERS = ("sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120", "gfx90a", "gfx950")
-_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int64": "i64", "int32": "i32"}
+_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32"}
 _AMD_COUNTS = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
 # Rows of the two counted runs: the difference is what one row costs.
 _FEW, _MORE = 2, 4

@@ -80,13 +80,15 @@ def site(
     rows = _Rows(sources[0], dim)
     spec = dataclasses.replace(
         _spec("mix" if mixed is None else "merge", query, sources, eps, gain, scale, normalized, rows),
-        branch_dtype=None if branch is None else _NAMES[branch.dtype],
+        branch_dtype=_dtype_name(branch),
         norm=norm,
         norm_eps=norm_eps,
         norm_weight=_dtype_name(norm_weight),
         norm_bias=_dtype_name(norm_bias),
         keep=keep,
     )
+    if branch is not None:
+        branch = branch.to(getattr(torch, str(spec.branch_dtype)))
     given = {"query0": query, "mixed": mixed, "branch": branch, "norm_weight": norm_weight, "norm_bias": norm_bias}
     values = {name: value for name, value in given.items() if value is not None}
     values |= {f"source{i}": source for i, source in enumerate(sources)}

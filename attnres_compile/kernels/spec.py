@@ -19,7 +19,7 @@ Role = Literal["source", "result", "gradient", "statistic", "parameter", "scratc
 
 KINDS = ("mix", "inter", "merge", "norm")
 NORMS = ("", "rmsnorm", "layernorm")
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4}
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4}
 FLOATS = ("float32", "float16", "bfloat16")
 # One letter per source in ``KernelSpec.gradients``.
 FRESH, ACCUMULATE, UNWANTED = "f", "a", "-"
@@ -163,7 +163,7 @@ class Argument:
 
     Attributes:
         name: as in the generated text; made of the role and a number, never of a user's name.
-        dtype: of the elements (``"int64"`` and ``"int32"`` for numbers passed by value).
+        dtype: of the elements (``"int32"`` for numbers, which are passed by value as Triton's launcher passes them).
         role: what it is.
         loads: elements read per token, each once.
         stores: elements written per token.
@@ -189,10 +189,10 @@ def arguments(spec: KernelSpec) -> tuple[Argument, ...]:
     Row strides are numbers named ``<argument>_stride``, one for each row argument, only where ``spec.strided``.
     """
     listed = _backward(spec) if spec.backward else _forward(spec)
-    strides = [Argument(f"{a.name}_stride", "int64", "count", pointer=False) for a in listed if is_row(a, spec)]
+    strides = [Argument(f"{a.name}_stride", "int32", "count", pointer=False) for a in listed if is_row(a, spec)]
     return (
         *listed,
-        Argument("tokens", "int64", "count", pointer=False),
+        Argument("tokens", "int32", "count", pointer=False),
         *(strides if spec.strided else ()),
     )
 

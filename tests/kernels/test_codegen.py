@@ -111,7 +111,7 @@ def valid(options: dict[str, Any]) -> KernelSpec:
     return KernelSpec(**options)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(SPECS)
 def test_any_spec_gives_a_module_with_the_kernel_that_its_arguments_say(options: dict[str, Any]) -> None:
     for spec in tuning.plan(valid(options)):
@@ -133,7 +133,7 @@ def check_text(spec: KernelSpec) -> None:
     assert not stored & set(names)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(SPECS)
 def test_a_plan_covers_the_site_exactly_once(options: dict[str, Any]) -> None:
     spec = valid({**options, "delta": "compute"})
