@@ -18,7 +18,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from attnres_compile.cli import kernel_tables
 from attnres_compile.cli.kernel_specs import DTYPES, Wanted
 from attnres_compile.errors import AttnResError, KernelError, TargetError
-from attnres_compile.kernels.site_facts import inspect_site, label, site_texts, warp_size
+from attnres_compile.kernels.inspection.site import inspect_site, label, site_texts, warp_size
 from attnres_compile.kernels.spec import KernelSpec
 
 MATRICES = ("sampled", "full")

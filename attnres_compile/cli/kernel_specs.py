@@ -138,7 +138,7 @@ def of_model(
         NoStreamError: the model has no residual stream that can be converted.
         AttnResError: as ``attnres inspect``.
     """
-    from attnres_compile.cli.main import blame
+    from attnres_compile.cli.blame import blame
     from attnres_compile.cli.target import load_target
 
     given: dict[str, Any] = {

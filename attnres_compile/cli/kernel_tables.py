@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from attnres_compile.kernels.site_facts import SHORT
+from attnres_compile.kernels.inspection.site import SHORT
 from attnres_compile.kernels.spec import KINDS
 
 Row = dict[str, Any]

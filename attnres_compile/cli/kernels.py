@@ -15,8 +15,8 @@ from attnres_compile.cli import kernel_tables, output
 from attnres_compile.cli.kernel_matrix import MATRICES, run_matrix
 from attnres_compile.cli.kernel_specs import DTYPES, Wanted, of_model, of_site
 from attnres_compile.errors import AttnResError, TargetError
-from attnres_compile.kernels.inspection import ARCHITECTURES, OTHERS
-from attnres_compile.kernels.site_facts import SiteFacts, inspect_site, label, site_texts, warp_size
+from attnres_compile.kernels.inspection.kernel import ARCHITECTURES, OTHERS
+from attnres_compile.kernels.inspection.site import SiteFacts, inspect_site, label, site_texts, warp_size
 from attnres_compile.kernels.spec import KernelSpec
 
 _SITE, _RESULT, _MODEL = "The site", "The result", "With TARGET"

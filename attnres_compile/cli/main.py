@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,11 +19,12 @@ from typer.core import TyperGroup
 
 from attnres_compile import api
 from attnres_compile.cli import output, render
+from attnres_compile.cli.blame import blame
 from attnres_compile.cli.kernels import kernels
 from attnres_compile.cli.options import takes_config
-from attnres_compile.cli.target import Target, arguments_of, load_target, user_code
+from attnres_compile.cli.target import Target, load_target
 from attnres_compile.config import AttnResConfig
-from attnres_compile.errors import AttnResError, CaptureError, NoStreamError
+from attnres_compile.errors import AttnResError, NoStreamError
 from attnres_compile.exactness import verify as compare
 from attnres_compile.report import TransformReport
 from attnres_compile.reporting import refuse_strict
@@ -169,20 +169,6 @@ def _nothing_to_verify(loaded: Target, failure: NoStreamError, json: bool) -> No
     else:
         output.show(render.report(failure.report, loaded.name))
     output.show_error(str(failure))
-
-
-@contextlib.contextmanager
-def blame(loaded: Target) -> Iterator[None]:
-    """Finds out whose error it is: a model that fails without us too has rejected its inputs."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, AttnResError) and not isinstance(error, CaptureError):
-            raise
-        remedy = f"The inputs came from {loaded.inputs_from}; forward takes {arguments_of(loaded.model)}"
-        with user_code(f"{loaded.name} called with its inputs", remedy), torch.no_grad():
-            loaded.model(*loaded.inputs.args, **loaded.inputs.kwargs)
-        raise
 
 
 app.command()(kernels)

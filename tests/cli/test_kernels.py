@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from attnres_compile.cli import kernel_matrix, kernel_tables
 from attnres_compile.cli.kernel_matrix import full_matrix, sampled_matrix
 from attnres_compile.cli.main import app
-from attnres_compile.kernels.inspection import ARCHITECTURES
-from attnres_compile.kernels.site_facts import inspect_site, label, site_texts
+from attnres_compile.kernels.inspection.kernel import ARCHITECTURES
+from attnres_compile.kernels.inspection.site import inspect_site, label, site_texts
 from attnres_compile.kernels.spec import KernelSpec
 
 ROOT = Path(__file__).parents[2]

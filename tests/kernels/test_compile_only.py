@@ -12,8 +12,8 @@ import pytest
 
 from attnres_compile.cli.kernel_matrix import DIMS, full_matrix
 from attnres_compile.cli.kernel_tables import balanced
-from attnres_compile.kernels.inspection import ARCHITECTURES
-from attnres_compile.kernels.site_facts import inspect_site, label
+from attnres_compile.kernels.inspection.kernel import ARCHITECTURES
+from attnres_compile.kernels.inspection.site import inspect_site, label
 from attnres_compile.kernels.spec import KernelSpec
 
 # Every so many-th of the narrower kernels, which compile in a second or two, on one architecture each.

@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 from attnres_compile.errors import KernelError
-from attnres_compile.kernels import inspection, llvm_ir, ptx
-from attnres_compile.kernels.inspection import ARCHITECTURES, KernelFacts, amd_report, inspect_kernel, ptxas_report
+from attnres_compile.kernels.inspection import kernel as inspection
+from attnres_compile.kernels.inspection import llvm_ir, ptx
+from attnres_compile.kernels.inspection.kernel import (
+    ARCHITECTURES,
+    KernelFacts,
+    amd_report,
+    inspect_kernel,
+    ptxas_report,
+)
 from attnres_compile.kernels.spec import KernelSpec, Schedule, arguments
 
 NVIDIA = ("sm_80", "sm_90", "sm_100")

@@ -39,6 +39,8 @@ def generate(spec: KernelSpec, schedule: Schedule) -> str:
     else:
         write_forward(w)
     names = textwrap.wrap(", ".join(argument.name for argument in arguments(spec)), 100)
+    start = f"def {entry(spec)}("
+    signature = [f"{start}{names[0]}):"] if len(names) == 1 else [start, *(f"    {line}" for line in names), "):"]
     return "\n".join(
         [
             f'"""{_title(spec)}, {schedule.warps} warps."""',
@@ -49,9 +51,7 @@ def generate(spec: KernelSpec, schedule: Schedule) -> str:
             "",
             *w.helpers(),
             '@triton.jit(do_not_specialize=["tokens"])',
-            f"def {entry(spec)}(",
-            *(f"    {line}" for line in names),
-            "):",
+            *signature,
             *w.lines,
             "",
         ]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from attnres_compile.kernels import launch, tuning
+from attnres_compile.kernels import rows, tuning
 from attnres_compile.kernels.spec import KernelSpec, Schedule
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -33,6 +33,6 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setattr(tuning, "schedule", {"tight": tight, "chunked": chunked}[request.param])
         monkeypatch.setattr(tuning, "roomy", lambda dim: False)
         monkeypatch.setattr(tuning, "_SOURCES_TIGHT", 2)
-    launch._kernel.cache_clear()
+    rows._kernel.cache_clear()
     yield request.param
-    launch._kernel.cache_clear()
+    rows._kernel.cache_clear()

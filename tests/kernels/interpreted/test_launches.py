@@ -81,7 +81,7 @@ def test_two_runs_give_the_same_bits_and_any_number_of_programs_the_same_gradien
     query, grad = torch.randn(32), torch.randn(23, 32)
     found = site(query, rows)
     once = gradients(query, rows, grad, found)
-    monkeypatch.setattr(launch, "_programs", lambda *_: programs)
+    monkeypatch.setattr(launches, "_programs", lambda *_: programs)
     assert all(torch.equal(a, b) for a, b in zip(site(query, rows), found, strict=True))
     again = gradients(query, rows, grad, found)
     for value, right in zip(gradients(query, rows, grad, found), again, strict=True):

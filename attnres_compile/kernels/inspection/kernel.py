@@ -1,7 +1,7 @@
 """What a generated kernel compiles to, for GPUs that need not be there: registers, spills, widths and bytes.
 
 Triton compiles for a named target; ptxas (in Triton's wheel) reports registers and spills. Bytes are counted in the
-compiled code, by :mod:`~attnres_compile.kernels.ptx` and (AMD) :mod:`~attnres_compile.kernels.llvm_ir`, not taken
+compiled code, by :mod:`.ptx` and (AMD) :mod:`.llvm_ir`, not taken
 from the spec; the spec gives the floor beside them.
 """
 
@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnres_compile.errors import KernelError
-from attnres_compile.kernels import cache, llvm_ir, ptx
-from attnres_compile.kernels.accesses import Traffic, Way
+from attnres_compile.kernels import cache
 from attnres_compile.kernels.codegen import generate
+from attnres_compile.kernels.inspection import llvm_ir, ptx
+from attnres_compile.kernels.inspection.accesses import Traffic, Way
 from attnres_compile.kernels.spec import (
     BYTES,
     Argument,

@@ -2,7 +2,7 @@
 
 The IR is what Triton hands to the AMD code generator after all of its own passes: each load and store of it becomes
 one instruction of the same width. (Machine code for AMD GPUs spreads one address over several registers, an execution
-mask and a buffer descriptor; the IR says the same in single values.) As in :mod:`~attnres_compile.kernels.ptx`,
+mask and a buffer descriptor; the IR says the same in single values.) As in :mod:`.ptx`,
 floating-point values are unknown, and nothing that is counted may depend on them.
 """
 
@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 
 from attnres_compile.errors import KernelError
-from attnres_compile.kernels.accesses import Memory, Traffic, Way, base, divide, one, shift_left, signed, wrap
+from attnres_compile.kernels.inspection.accesses import (
+    Memory,
+    Traffic,
+    Way,
+    base,
+    divide,
+    one,
+    shift_left,
+    signed,
+    wrap,
+)
 
 WAVE = 64
 # The size that Triton gives every buffer.
@@ -78,7 +88,7 @@ def parse(text: str) -> Function:
 def run(
     function: Function, values: Sequence[int | None], warps: int, block: int = 0, blocks: int = 1
 ) -> dict[tuple[int, Way], Traffic]:
-    """Runs one block of a launch, ``warps`` waves of 64 threads; else as :func:`attnres_compile.kernels.ptx.run`."""
+    """Runs one block of a launch, ``warps`` waves of 64 threads; else as :func:`.ptx.run`."""
     return _Block(function, values, warps * WAVE, block, blocks).run()
 
 

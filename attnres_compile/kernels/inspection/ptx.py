@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 
 from attnres_compile.errors import KernelError
-from attnres_compile.kernels.accesses import Memory, Traffic, Way, base, divide, one, shift_left, signed, wrap
+from attnres_compile.kernels.inspection.accesses import (
+    Memory,
+    Traffic,
+    Way,
+    base,
+    divide,
+    one,
+    shift_left,
+    signed,
+    wrap,
+)
 
 _MOST_STEPS = 2_000_000
 _REGISTER = re.compile(r"%[a-zA-Z_]+\d*(?:\.[xyz])?")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnres_compile.kernels.codegen import generate
-from attnres_compile.kernels.inspection import KernelFacts, inspect_kernel
+from attnres_compile.kernels.inspection.kernel import KernelFacts, inspect_kernel
 from attnres_compile.kernels.spec import KernelSpec, Schedule, row_bytes
 from attnres_compile.kernels.tuning import plan, schedule
 
@@ -90,7 +90,7 @@ def inspect_site(
     """Compiles each different kernel of a site once.
 
     Raises:
-        KernelError: see :func:`~attnres_compile.kernels.inspection.inspect_kernel`.
+        KernelError: see :func:`~attnres_compile.kernels.inspection.kernel.inspect_kernel`.
     """
     compiled: dict[tuple[KernelSpec, Schedule], KernelFacts] = {}
     launches = []

@@ -1,0 +1,1 @@
+"""What generated kernels compile to, for GPUs that need not be there."""
