@@ -269,9 +269,17 @@ def _check(job: Mapping[str, Any], device: torch.device, smoke: bool, say: Calla
         except Exception as error:
             failed = True
             say(name, {"raised": _words(error)})
+        _let_go(device)
         if failed:
-            gc.collect()
             gpu_timing.end_if_ruined(device)
+
+
+def _let_go(device: torch.device) -> None:
+    """Give memory back: other processes are at work on the same device."""
+    gc.collect()
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
 
 
 def _words(error: BaseException) -> str:
@@ -343,9 +351,7 @@ def handle(job: Mapping[str, Any], device: torch.device, smoke: bool, say: Calla
         for part in job["parts"]:
             say(part, {"raised": _words(error)})
         gpu_timing.end_if_ruined(device)
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    _let_go(device)
 
 
 def helper(smoke: bool) -> int:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnres_compile.kernels import launch
+from attnres_compile.kernels import rows as launches
 from tests.kernels.interpreted.agreement import Case
 from tests.kernels.interpreted.test_phase_1 import check as check_phase_1
 
