@@ -16,7 +16,7 @@ FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 
 @pytest.mark.parametrize("name", FILES)
 def test_kernels_in_the_interpreter(name: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / name)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / name)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=FOLDER.parents[2])
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
