@@ -1,4 +1,4 @@
-"""The problems of ``gpu_kernels.py``, and how other packages are asked to solve them.
+"""How other packages are asked to solve the problems of ``gpu_kernels.py``.
 
 Every adapter calls what its package offers to users, from the signatures of the versions named in ``pyproject.toml``,
 and is given what it likes best: sources stacked beforehand where it wants them stacked, at no cost in time. What it
@@ -12,154 +12,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gpu_cases import EPS, Bound, Case, Implementation, Problem, one_by_one
 from torch import Tensor
-
-EPS = 1e-6
-KINDS = ("mix", "inter", "block")
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is to be computed.
-
-    Attributes:
-        kind: ``"mix"`` one read of all sources; ``"inter"`` several queries' reads of the same sources; ``"block"``
-            the same, and each query also reads a tensor of its own, the running sum of its block.
-        sources: N.
-        dim: features d.
-        tokens: rows of each source.
-        dtype: of the sources, a name in ``torch``.
-        queries: S, 1 for ``"mix"``.
-    """
-
-    kind: str
-    sources: int
-    dim: int
-    tokens: int
-    dtype: str = "bfloat16"
-    queries: int = 1
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of one source, X."""
-        return self.tokens * self.dim * getattr(torch, self.dtype).itemsize
-
-    def floor(self, both: bool) -> int:
-        """Bytes that the forward, or forward and backward, cannot do without (docs/method.md).
-
-        One read N + 1 tensors and, backward, 2N + 2. Phase 1 reads the sources once for all S queries: N + S, and
-        2N + 2S backward. With a merge for each query in addition 3 each (mix, running sum, result), and 5 backward
-        (gradient, mix, running sum; the gradients of both).
-        """
-        n, s = self.sources, self.queries
-        merges = s if self.kind == "block" else 0
-        tensors = n + s + 3 * merges + ((2 * n + 2 * s + 5 * merges) if both else 0)
-        return tensors * self.tensor_bytes
-
-    def __str__(self) -> str:
-        reads = "" if self.kind == "mix" else f", S={self.queries}"
-        return f"{self.kind} N={self.sources}, D={self.dim}{reads}"
-
-
-class Problem:
-    """The tensors of one case, the same ones for the same seed."""
-
-    def __init__(self, case: Case, device: torch.device, seed: int = 0) -> None:
-        generator = torch.Generator(device).manual_seed(seed)
-        dtype: torch.dtype = getattr(torch, case.dtype)
-
-        def random(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
-
-        self.case, self.device, self.dtype = case, device, dtype
-        self.stack = random(case.sources, case.tokens, case.dim)
-        self.partials = random(case.queries if case.kind == "block" else 0, case.tokens, case.dim)
-        # Logits of deviation 1. The numbers are bfloat16's, so that everyone computes with the same ones.
-        wide = torch.randn(case.queries, case.dim, generator=generator, device=device)
-        self.queries = (wide * case.dim**-0.5).bfloat16().float()
-        self.grad = random(case.queries, case.tokens, case.dim)
-
-    def listed(self) -> list[Tensor]:
-        """The sources, each a leaf."""
-        return [value.detach().requires_grad_() for value in self.stack]
-
-    def sums(self) -> list[Tensor]:
-        """The running sums of a block, each a leaf."""
-        return [value.detach().requires_grad_() for value in self.partials]
-
-    def query(self, index: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """One query, a leaf."""
-        return self.queries[index].to(dtype, copy=True).requires_grad_()
-
-    def ones(self) -> Tensor:
-        """The weight of a key norm that changes nothing."""
-        return torch.ones(self.case.dim, device=self.device)
-
-
-@dataclass
-class Bound:
-    """An implementation with the tensors of one problem.
-
-    Attributes:
-        run: gives the results, in the order of the queries; one tensor may hold several.
-        queries: leaves, in order; one may hold several.
-        values: leaves: the sources, then the running sums of a block; one may hold several.
-        grads: of the results.
-    """
-
-    run: Callable[[], list[Tensor]]
-    queries: list[Tensor]
-    values: list[Tensor]
-    grads: list[Tensor]
-
-    def forward(self) -> list[Tensor]:
-        """The results, with nothing kept for a backward."""
-        with torch.no_grad():
-            return self.run()
-
-    def both(self) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """The results, and the gradients of queries and values."""
-        found = self.run()
-        return found, torch.autograd.grad(found, [*self.queries, *self.values], self.grads)
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """A way to compute a case.
-
-    Attributes:
-        name: in the table.
-        bind: puts a problem's tensors into it.
-        gap: why it cannot do a case, or ``""``.
-        peer: another package's, which ours has to be ahead of.
-        loose: nothing is to be compiled for it: it is checked on a few of the tokens.
-    """
-
-    name: str
-    bind: Callable[[Problem], Bound]
-    gap: Callable[[Case], str]
-    peer: bool = False
-    loose: bool = False
-
-
-def one_by_one(problem: Problem, read: Callable[[Tensor, list[Tensor]], Tensor], dtype: torch.dtype) -> Bound:
-    """A function of one query and a list of sources, called once for each query."""
-    sources, sums = problem.listed(), problem.sums()
-    queries = [problem.query(index, dtype) for index in range(problem.case.queries)]
-
-    def run() -> list[Tensor]:
-        if sums:
-            return [read(query, [*sources, own]) for query, own in zip(queries, sums, strict=True)]
-        return [read(query, sources) for query in queries]
-
-    return Bound(run, queries, [*sources, *sums], list(problem.grad))
-
 
 # ------------------------------------------------------------------ what is installed
 
@@ -195,7 +55,7 @@ class Package:
 
 
 @contextmanager
-def _older_autotune() -> Any:
+def _older_autotune() -> Iterator[None]:
     """Let ``triton.autotune`` pass over keys that are no arguments, as it did before Triton 3.9.
 
     flash-attn-res 0.1.12 names such keys, and would not be importable otherwise.
@@ -365,7 +225,7 @@ def peers(device: torch.device) -> list[Implementation]:
 
 
 def hurry_autotuning() -> None:
-    """Shorten the measurements by which Triton's autotuner picks configurations: 2 ms each to warm up, 10 to measure.
+    """Shorten the measurements by which Triton's autotuner picks configurations: 1 ms each to warm up, 5 to measure.
 
     fla-core tries 24 configurations per shape and direction; by default that alone takes minutes. All are still tried.
     """
@@ -373,10 +233,10 @@ def hurry_autotuning() -> None:
     from triton.testing import do_bench
 
     def quick(self: Any) -> Any:
-        return lambda kernel_call, quantiles: do_bench(kernel_call, warmup=2, rep=10, quantiles=quantiles)
+        return lambda kernel_call, quantiles: do_bench(kernel_call, warmup=1, rep=5, quantiles=quantiles)
 
     # Some versions make it an attribute of each autotuner: a property with a setter goes before that.
-    Autotuner.do_bench = property(quick, lambda self, value: None)  # type: ignore[attr-defined]
+    Autotuner.do_bench = property(quick, lambda self, value: None)
 
 
 def installed(package: Package) -> bool:

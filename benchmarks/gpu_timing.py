@@ -212,6 +212,7 @@ class _Helper:
 
 
 PREFIX = "@@ "
+LATE = "the time was up"
 # Exit code of a helper whose device is of no more use to it: after an error on a GPU every later call fails as well.
 RUINED = 75
 
@@ -282,7 +283,7 @@ def share_out(
         while waiting or any(helper.left for helper in running):
             if time.monotonic() > deadline:
                 for job, parts in [*((h.job, h.left) for h in running if h.job is not None), *waiting]:
-                    results += [(job, part, {"lost": "the time was up"}) for part in parts]
+                    results += [(job, part, {"lost": LATE}) for part in parts]
                 waiting.clear()
                 for helper in running:
                     helper.left = []

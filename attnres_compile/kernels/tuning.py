@@ -18,6 +18,8 @@ from attnres_compile.kernels.spec import BYTES, FRESH, KernelSpec, Schedule
 _LOAD = 16
 # Features of a row that a thread holds.
 _HELD = 16
+# The same in the backward of phase 1 with three or four queries, each of which has three rows of its own.
+_HELD_BY_MANY = 8
 # Threads of the largest program, and those up to which a thread has 255 registers.
 _MOST_THREADS = 512
 _ROOMY_THREADS = 256
@@ -38,16 +40,18 @@ def schedule(spec: KernelSpec, warp_size: int = 32) -> Schedule:
     """
     vector = _LOAD // BYTES[spec.dtype]
     threads = warp_size
-    while threads * _HELD < spec.dim and threads < _MOST_THREADS:
+    held = _HELD_BY_MANY if spec.backward and spec.queries > 2 else _HELD
+    while threads * held < spec.dim and threads < _MOST_THREADS:
         threads *= 2
-    if threads * _HELD < spec.dim:
+    if threads * held < spec.dim:
         return Schedule(8 * 32 // warp_size, 256 * vector, resident=False)
     # A narrow row is one chunk: loads get narrower, and the rest of the warp is not put to use.
     chunk = min(threads * vector, _power_of_two(spec.dim))
+    # Wider rows come with fewer queries, see queries_per_kernel.
     tight = threads > _ROOMY_THREADS and warp_size == 32
     registers = _TIGHT_REGISTERS if tight and spec.queries > 1 else None
-    held = not (tight and spec.backward and spec.kind != "merge")
-    return Schedule(threads // warp_size, chunk, _ahead(spec, threads), held, registers)
+    hold = not (tight and spec.backward and spec.kind != "merge")
+    return Schedule(threads // warp_size, chunk, _ahead(spec, threads), hold, registers)
 
 
 def _ahead(spec: KernelSpec, threads: int) -> int:
@@ -68,15 +72,10 @@ def roomy(dim: int) -> bool:
     return dim <= _ROOMY_THREADS * _HELD
 
 
-def resident(dim: int) -> bool:
-    """Whether rows of ``dim`` features fit into a program's registers."""
-    return dim <= _MOST_THREADS * _HELD
-
-
 def queries_per_kernel(dim: int, backward: bool) -> int:
     """How many queries of phase 1 share one pass over the sources."""
     if backward:
-        return 2 if roomy(dim) else 1
+        return 4 if dim <= _ROOMY_THREADS * _HELD_BY_MANY else 2 if roomy(dim) else 1
     return 4 if roomy(dim) else 2
 
 

@@ -47,8 +47,14 @@ def step(net: Stream, i: int, x: Tensor) -> Tensor:
         (Sites(2, 2, 0, 64, 4, True), 30 * 256 + 4 * 4, 32 * 256 + 12 * 4),
         # Training, with a site without partial sum: it moves 3 + 6 + 2 rows; scaled, 2 and 2.
         (Sites(2, 1, 1, 64, 4, True), 26 * 256 + 4 * 4, (2 + 2 + 3 + 2 + 6 + 6 + 4 + 2) * 256 + (3 + 4 + 2) * 4),
-        # Four queries, of which two share a backward pass: the 3 * 8 rows of the sources twice.
-        (Sites(8, 4, 0, 64, 4, True), 4 * (10 + 29) * 256 + 8 * 4, (8 + 4 + 12 + 48 + 8 + 24) * 256 + 24 * 4),
+        # Eight queries, of which four share a backward pass: the 3 * 8 rows of the sources twice.
+        (Sites(8, 8, 0, 64, 4, True), 8 * (10 + 29) * 256 + 16 * 4, (16 + 8 + 24 + 48 + 16 + 48) * 256 + 48 * 4),
+        # d = 4096: two share one.
+        (
+            Sites(8, 4, 0, 4096, 2, True),
+            4 * (10 + 29) * 8192 + 8 * 4,
+            (8 + 4 + 12 + 48 + 8 + 24) * 8192 + 24 * 4,
+        ),
         # float64 numbers are of eight bytes.
         (Sites(2, 2, 0, 64, 8, False), 8 * 512, 10 * 512 + 4 * 8),
     ],
@@ -321,7 +327,7 @@ def test_explain_predicts_without_a_gpu_and_says_that_it_does_not_apply(device: 
     phases = ac.explain(model, torch.randn(3, 64, device=device), config).phases
     assert [(p.block, p.chosen, p.applies) for p in phases] == [
         (1, "direct", True),
-        (2, "direct", True),
+        (2, "two_phase", False),
         (3, "two_phase", False),
         (4, "two_phase", False),
         (5, "direct", True),
@@ -329,8 +335,8 @@ def test_explain_predicts_without_a_gpu_and_says_that_it_does_not_apply(device: 
     assert "here each site runs by itself" in phases[2].reason
     # Training, four sites over three and three times three and one: 15 sources read, 72 rows of 256 bytes.
     assert (phases[2].training, phases[2].direct_bytes) == (True, 72 * 256 + 8 * 4)
-    # 18 rows forward; backward 2 groups of queries with 9 rows each, 8, 18 and 2.
-    assert phases[2].two_phase_bytes == (18 + 46) * 256 + (7 + 14) * 4
+    # 18 rows forward; backward 9 rows for all queries at once, 8, 18 and 2.
+    assert phases[2].two_phase_bytes == (18 + 37) * 256 + (7 + 14) * 4
     forced = ac.explain(model, torch.randn(3, 64, device=device), ac.AttnResConfig(num_blocks=4, two_phase="on"))
     assert [phase.chosen for phase in forced.phases] == ["two_phase"] * 4 + ["direct"]
     assert all(phase.applies for phase in forced.phases)
@@ -361,7 +367,7 @@ def test_what_was_predicted_is_what_is_done(
 def test_on_the_cpu_auto_leaves_each_site_to_the_native_kernel() -> None:
     module, choices, _ = lowered(randomize(Wide(16)), torch.randn(3, 64), cuda=False, num_blocks=4)
     assert counts(module) == {"mix_through": 16}
-    assert [phase.applies for phase in choices.phases] == [True, True, False, False, True]
+    assert [phase.applies for phase in choices.phases] == [True, False, False, False, True]
 
 
 def test_eager_lowering_takes_no_kernels_by_itself(
