@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import time
 import types
@@ -214,6 +215,11 @@ for line in sys.stdin:
     for part in job["parts"]:
         if part == "hangs": time.sleep(60)
         if part == "dies": sys.exit("out of something")
+        if part == "times":
+            start = time.time()
+            time.sleep(1)
+            print("@@ " + json.dumps([part, [start, time.time()]]), flush=True)
+            continue
         print("@@ " + json.dumps([part, {"did": job["name"]}]), flush=True)
         if part == "ruins": os._exit(75)
 """
@@ -253,12 +259,15 @@ def test_what_is_left_when_the_time_is_up_is_named() -> None:
     assert found["0 hangs"] == found["0 b"] == found["1 c"] == {"lost": "the time was up"}
 
 
-def test_large_jobs_wait_for_memory() -> None:
+@pytest.mark.parametrize(("memory", "apart"), [(10, True), (0, False)])
+def test_large_jobs_wait_for_memory(memory: int, apart: bool) -> None:
     timing = module("gpu_timing")
-    work = [timing.Job({"name": str(number)}, ["a"], bytes=6) for number in range(3)]
+    work = [timing.Job({"name": str(number)}, ["times"], bytes=6) for number in range(3)]
     command = [sys.executable, "-c", HELPER]
-    found = list(timing.share_out(work, command, 3, 30, time.monotonic() + 60, memory=10))
-    assert sorted(job.job["name"] for job, _, _ in found) == ["0", "1", "2"]
+    found = list(timing.share_out(work, command, 3, 30, time.monotonic() + 60, memory=memory))
+    spans = sorted(span for _, _, span in found)
+    assert len(spans) == 3
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans)) == apart
 
 
 def test_turns_alternate() -> None:

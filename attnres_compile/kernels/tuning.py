@@ -25,6 +25,8 @@ _MOST_THREADS = 512
 _ROOMY_THREADS = 256
 # Sources of one backward kernel: more make code of which compilers take minutes, or do not fit.
 _SOURCES_ROOMY, _SOURCES_TIGHT = 33, 9
+# Sources up to which two queries share a pass over wide rows.
+_SOURCES_TIGHT_FORWARD = 9
 # What phase 1 is held to there: below the 128 that the hardware allows.
 _TIGHT_REGISTERS = 120
 # Programs of a launch per multiprocessor and thread count, see ``programs``.
@@ -41,17 +43,21 @@ def schedule(spec: KernelSpec, warp_size: int = 32) -> Schedule:
     vector = _LOAD // BYTES[spec.dtype]
     threads = warp_size
     held = _HELD_BY_MANY if spec.backward and spec.queries > 2 else _HELD
+    if warp_size != 32 and spec.queries > 1:
+        # AMD's compiler moves loads up as far as it can: less to move.
+        held = vector
     while threads * held < spec.dim and threads < _MOST_THREADS:
         threads *= 2
-    if threads * held < spec.dim:
+    if threads * _HELD < spec.dim:
         return Schedule(8 * 32 // warp_size, 256 * vector, resident=False)
     # A narrow row is one chunk: loads get narrower, and the rest of the warp is not put to use.
     chunk = min(threads * vector, _power_of_two(spec.dim))
     # Wider rows come with fewer queries, see queries_per_kernel.
-    tight = threads > _ROOMY_THREADS and warp_size == 32
-    registers = _TIGHT_REGISTERS if tight and spec.queries > 1 else None
+    tight = threads > _ROOMY_THREADS
+    registers = _TIGHT_REGISTERS if tight and spec.queries > 1 and warp_size == 32 else None
     hold = not (tight and spec.backward and spec.kind != "merge")
-    return Schedule(threads // warp_size, chunk, _ahead(spec, threads), hold, registers)
+    ahead = 0 if warp_size != 32 and spec.queries > 1 else _ahead(spec, threads)
+    return Schedule(threads // warp_size, chunk, ahead, hold, registers)
 
 
 def _ahead(spec: KernelSpec, threads: int) -> int:
@@ -72,11 +78,13 @@ def roomy(dim: int) -> bool:
     return dim <= _ROOMY_THREADS * _HELD
 
 
-def queries_per_kernel(dim: int, backward: bool) -> int:
+def queries_per_kernel(dim: int, backward: bool, sources: int) -> int:
     """How many queries of phase 1 share one pass over the sources."""
     if backward:
         return 4 if dim <= _ROOMY_THREADS * _HELD_BY_MANY else 2 if roomy(dim) else 1
-    return 4 if roomy(dim) else 2
+    if roomy(dim):
+        return 4
+    return 2 if sources <= _SOURCES_TIGHT_FORWARD else 1
 
 
 def norm_apart(spec: KernelSpec) -> bool:
@@ -92,9 +100,9 @@ def source_groups(spec: KernelSpec) -> tuple[range, ...]:
     return tuple(range(start, min(start + size, spec.sources)) for start in range(0, spec.sources, size or 1))
 
 
-def query_groups(queries: int, dim: int, backward: bool) -> tuple[range, ...]:
+def query_groups(queries: int, dim: int, backward: bool, sources: int) -> tuple[range, ...]:
     """Which queries of phase 1 share a kernel."""
-    most = queries_per_kernel(dim, backward)
+    most = queries_per_kernel(dim, backward, sources)
     return tuple(range(start, min(start + most, queries)) for start in range(0, queries, most))
 
 
@@ -139,7 +147,7 @@ def plan(spec: KernelSpec) -> tuple[KernelSpec, ...]:
 
 def _phase_1(spec: KernelSpec) -> tuple[KernelSpec, ...]:
     parts = []
-    for number, queries in enumerate(query_groups(spec.queries, spec.dim, spec.backward)):
+    for number, queries in enumerate(query_groups(spec.queries, spec.dim, spec.backward, spec.sources)):
         for group in source_groups(spec) if spec.backward else (range(spec.sources),):
             letters = spec.gradients[group.start : group.stop]
             if number:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import linecache
@@ -9,6 +10,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from attnres_compile.kernels import cache
 
 TEXT = '"""A kernel: \u2265 0."""\n\n\ndef answer():\n    return 42\n'
 ROOT = Path(__file__).parents[2]
+NOBODY = 65534
 
 
 @pytest.fixture(autouse=True)
@@ -231,12 +234,33 @@ def test_a_read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "Read-only file system" in str(caught[0].message)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes into directories without write permission")
-def test_a_directory_without_write_permission(tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir(mode=0o500)
-    with warnings.catch_warnings(record=True) as caught:
-        assert again() == 42
-    temporary(caught, tmp_path)
+@contextlib.contextmanager
+def bound_by_permissions() -> Iterator[None]:
+    """Root may write anywhere: act as somebody else meanwhile."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_a_directory_without_write_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not below pytest's own folder, which nobody else may enter.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "cache").mkdir(mode=0o500)
+        if os.geteuid() == 0:
+            os.chown(folder / "cache", NOBODY, NOBODY)
+        monkeypatch.setenv("ATTNRES_CACHE_DIR", str(folder / "cache"))
+        with warnings.catch_warnings(record=True) as caught, bound_by_permissions():
+            warnings.simplefilter("always")
+            assert again() == 42
+        temporary(caught, folder)
+        assert list((folder / "cache").iterdir()) == []
 
 
 def test_a_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,10 +82,10 @@ def test_bytes_by_formula(sources: int, merges: int, reads: int, dim: int, train
     if training:
         rows, numbers = rows + 3 * read + 2 * count, 2 * count
     assert direct_bytes(given) == rows * dim * 2 + numbers * 4
-    rows = sources * -(-count // queries_per_kernel(dim, False)) + count + 3 * merges + 2 * reads
+    rows = sources * -(-count // queries_per_kernel(dim, False, sources)) + count + 3 * merges + 2 * reads
     numbers = count + merges
     if training:
-        rows += 3 * sources * -(-count // queries_per_kernel(dim, True)) + 2 * count + 6 * merges + 2 * reads
+        rows += 3 * sources * -(-count // queries_per_kernel(dim, True, sources)) + 2 * count + 6 * merges + 2 * reads
         numbers += 2 * count + 2 * merges
     assert two_phase_bytes(given) == rows * dim * 2 + numbers * 4
 

@@ -73,7 +73,7 @@ def check(
             agree(value, right, least=parts[index])
         else:
             # Each group of queries adds its part to what the ones before left, rounded as autograd's own adds round.
-            agree(value, right, ulps=1.0 + len(tuning.query_groups(queries, dim, backward=True)))
+            agree(value, right, ulps=1.0 + len(tuning.query_groups(queries, dim, True, sources)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
