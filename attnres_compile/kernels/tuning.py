@@ -55,15 +55,14 @@ def schedule(spec: KernelSpec, warp_size: int = 32) -> Schedule:
     # Wider rows come with fewer queries, see queries_per_kernel.
     tight = threads > _ROOMY_THREADS
     registers = _TIGHT_REGISTERS if tight and spec.queries > 1 and warp_size == 32 else None
-    hold = not (tight and spec.backward and spec.kind != "merge")
+    hold = not (tight and spec.backward and spec.kind != "merge" and spec.dtype == "float32")
     ahead = 0 if warp_size != 32 and spec.queries > 1 else _ahead(spec, threads)
     return Schedule(threads // warp_size, chunk, ahead, hold, registers)
 
 
 def _ahead(spec: KernelSpec, threads: int) -> int:
     if threads > _ROOMY_THREADS:
-        narrow = spec.dtype != "float32" and not spec.normalized
-        return (1 if narrow else 0) if spec.backward else (2 if spec.queries == 1 else 0)
+        return 2 if spec.queries == 1 and not spec.backward else 0
     if spec.backward:
         return 2 if spec.sources <= 17 and spec.queries == 1 else 1
     return 2
