@@ -20,6 +20,7 @@ from attnres_compile.backend import copy_graph_module
 from attnres_compile.errors import CaptureError, GraphBreakError
 from attnres_compile.inputs import Inputs
 from attnres_compile.passes import facts
+from attnres_compile.passes.record import making
 from attnres_compile.report import GraphBreak
 
 
@@ -149,13 +150,15 @@ def _whole(model: nn.Module, inputs: Inputs, root: nn.Module | None = None) -> f
     def stop(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
         raise _Stop(copy_graph_module(graph, root or model))
 
-    try:
-        _traced(_Call(model), stop, inputs, fullgraph=True)
-    except Exception as error:
-        found = _stop_inside(error)
-        if found is None:
-            raise
-        return found.graph
+    with making("capture") as made:
+        try:
+            _traced(_Call(model), stop, inputs, fullgraph=True)
+        except Exception as error:
+            found = _stop_inside(error)
+            if found is None:
+                raise
+            made(found.graph)
+            return found.graph
     raise CaptureError(
         "the model computes nothing that dynamo could trace",
         remedy="Check that example_inputs reach tensor operations",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+from attnres_compile.report import TransformReport
+from tests import reports
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +18,17 @@ def fresh_dynamo() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def make_report() -> Callable[..., TransformReport]:
+    return reports.make_report
+
+
+@pytest.fixture
+def report() -> TransformReport:
+    """As a 24-layer decoder gives it."""
+    return reports.make_report()
 
 
 def pytest_configure(config: pytest.Config) -> None:

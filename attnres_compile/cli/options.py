@@ -1,19 +1,60 @@
-"""The options that stand for :class:`~attnres_compile.config.AttnResConfig`, shared by every command."""
+"""What every command takes: a target and its inputs, the configuration, and how to print; and how it ends.
+
+Exit codes: 0 done; 1 the check failed; 2 the request is wrong; 3 the model cannot be converted.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
 
+from attnres_compile.cli.output import Output, show
 from attnres_compile.config import AttnResConfig
-from attnres_compile.errors import ConfigError
+from attnres_compile.errors import AttnResError, ConfigError, GraphBreakError, NoStreamError
+from attnres_compile.report import GraphBreak, TransformReport
+from attnres_compile.views import terminal
+
+FAILED, WRONG, IMPOSSIBLE, BUG = 1, 2, 3, 70
+
+TargetText = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        show_default=False,
+        help="script.py, script.py:NAME or package.module:NAME (importing it runs its code), hf:MODEL_TYPE or "
+        "hf:FOLDER (a Hugging Face configuration; nothing is downloaded), or program.pt2 (torch.export). NAME is a "
+        "model, a model class without required arguments, or a function that returns a model.",
+    ),
+]
+InputTexts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="SPEC",
+        show_default=False,
+        help="\\[NAME=]DTYPE\\[DIM,...]\\[<BOUND], as 'int64\\[2,128]<32000'; once per input. Otherwise "
+        "example_inputs beside the model (a value or a function), the model's own dummy_inputs, or what an hf: "
+        "configuration or a program says.",
+    ),
+]
+SettingTexts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        show_default=False,
+        help="A field of an hf: configuration, as num_hidden_layers=4; once per field.",
+    ),
+]
+Everything = Annotated[bool, typer.Option("--all", "-a", help="Show every sublayer, site and add left alone.")]
 
 _PANEL = "Attention Residuals"
+_PRINTING = "Printing"
 _DEFAULT = AttnResConfig()
 
 
@@ -62,6 +103,29 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
+_PRINTS: dict[str, Any] = {
+    "json": Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON document and nothing else.", rich_help_panel=_PRINTING),
+    ],
+    "quiet": Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print one line; no progress.", rich_help_panel=_PRINTING)
+    ],
+    "verbose": Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="Also print the passes with their times, and the graph before and after each, to stderr.",
+            rich_help_panel=_PRINTING,
+        ),
+    ],
+    "debug": Annotated[
+        bool, typer.Option("--debug", help="Print the traceback of an error.", rich_help_panel=_PRINTING)
+    ],
+}
+
+
 def takes_config(command: Callable[..., None]) -> Callable[..., None]:
     """Replaces the parameter ``config`` of a Typer command by one option per field of it."""
 
@@ -70,6 +134,45 @@ def takes_config(command: Callable[..., None]) -> Callable[..., None]:
         said = {name: given.pop(name) for name in _OPTIONS}
         command(**given, config=_config(said))
 
+    return _with_options(wrapper, command, "config", _OPTIONS)
+
+
+def takes_output(command: Callable[..., None]) -> Callable[..., None]:
+    """Replaces the parameter ``out`` of a Typer command by its options, and ends errors in one message.
+
+    The outermost decorator under ``app.command``: errors of the other options end in it too.
+    """
+
+    @functools.wraps(command)
+    def wrapper(**given: Any) -> None:
+        out = Output(**{name: given.pop(name) for name in _PRINTS})
+        try:
+            command(**given, out=out)
+        except AttnResError as error:
+            raise typer.Exit(end(out, error)) from error
+
+    return _with_options(wrapper, command, "out", _PRINTS)
+
+
+def end(out: Output, error: AttnResError) -> int:
+    """Shows an error, with the report where the model cannot be converted; returns the exit code."""
+    report: TransformReport | None = None
+    if isinstance(error, NoStreamError):
+        report = error.report
+    elif isinstance(error, GraphBreakError):
+        report = TransformReport(graph_breaks=(GraphBreak(error.what, error.where),))
+    if report is None:
+        out.error(error)
+        return WRONG
+    if not out.json:
+        show(terminal.summary(report, "") if out.quiet else terminal.report(report, ""))
+    out.error(error, {"report": report.to_dict()})
+    return IMPOSSIBLE
+
+
+def _with_options(
+    wrapper: Callable[..., None], command: Callable[..., None], instead_of: str, options: Mapping[str, Any]
+) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True).parameters.values()
     added = [
         inspect.Parameter(
@@ -78,9 +181,9 @@ def takes_config(command: Callable[..., None]) -> Callable[..., None]:
             default=False if "bool" in str(kind.__origin__) else None,
             annotation=kind,
         )
-        for name, kind in _OPTIONS.items()
+        for name, kind in options.items()
     ]
-    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != "config"] + added
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != instead_of] + added
     # Typer reads both.
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}

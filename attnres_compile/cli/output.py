@@ -1,19 +1,139 @@
-"""The one sink of the command line: people, JSON, errors; and who may write to standard output."""
+"""The one sink of the command line: people, JSON, progress, errors; and who may write to standard output."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import site
 import sys
-import sysconfig
-from collections.abc import Iterator
-from pathlib import Path
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
+from rich.status import Status
 from rich.syntax import Syntax
+
+from attnres_compile.errors import AttnResError
+
+# Work that takes longer than this, in seconds, says what it is doing.
+PATIENCE = 1.0
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one command was asked to print, and how it prints it. Results go to stdout, all else to stderr.
+
+    Attributes:
+        json: print one JSON document, and nothing else, to standard output.
+        quiet: one line for people; no progress and no notes.
+        verbose: the passes with their times, and the graph before and after each, on standard error.
+        debug: a traceback before an error's message.
+    """
+
+    json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+    debug: bool = False
+
+    def result(self, value: dict[str, Any] | list[Any], shown: RenderableType, line: RenderableType) -> None:
+        """Prints the result of a command.
+
+        Args:
+            value: what ``--json`` prints.
+            shown: what people see.
+            line: what they see with ``--quiet``.
+        """
+        if self.json:
+            show_json(value)
+        else:
+            show(line if self.quiet else shown)
+
+    def note(self, message: str) -> None:
+        """One line about the work to standard error, unless ``--quiet``."""
+        if not self.quiet:
+            _tolerant(sys.stderr)
+            Console(file=sys.stderr, highlight=False, soft_wrap=True).print(f"attnres: {message}", markup=False)
+
+    @contextlib.contextmanager
+    def working(self, doing: str) -> Iterator[Callable[[str], None]]:
+        """While open, foreign code prints to standard error, and a terminal there says what takes so long.
+
+        Args:
+            doing: what is being done, as ``"tracing the model"``.
+
+        Yields:
+            A function that changes this text.
+        """
+        with stdout_to_stderr(), _Progress(doing, shown=not self.quiet) as progress:
+            yield progress.says
+
+    def error(self, error: AttnResError, result: dict[str, Any] | None = None) -> None:
+        """Prints an error: its traceback with ``--debug``, its message, and with ``--json`` both as data.
+
+        Args:
+            error: what went wrong.
+            result: what is there all the same, for ``--json``.
+        """
+        if self.debug:
+            traceback.print_exception(error)
+        if self.json:
+            found = {
+                "kind": type(error).__name__,
+                "message": str(error),
+                "module": error.module,
+                "where": error.where,
+                "remedy": error.remedy,
+            }
+            show_json({**(result or {}), "error": found})
+        show_error(str(error))
+
+
+class _Progress:
+    """A spinner on standard error, where that is a terminal, from the moment on that work takes long."""
+
+    def __init__(self, doing: str, shown: bool) -> None:
+        self._doing = doing
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._status: Status | None = None
+        self._timer: threading.Timer | None = None
+        console = Console(file=sys.stderr, highlight=False)
+        if shown and console.is_terminal and not console.is_dumb_terminal:
+            self._status = Status(self._text(), console=console)
+            self._timer = threading.Timer(PATIENCE, self._start)
+            self._timer.daemon = True
+
+    def _text(self) -> str:
+        return f"{self._doing} ..."
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._status is not None:
+                self._status.start()
+
+    def says(self, doing: str) -> None:
+        """Changes the text."""
+        with self._lock:
+            self._doing = doing
+            if self._status is not None:
+                self._status.update(self._text())
+
+    def __enter__(self) -> _Progress:
+        if self._timer is not None:
+            self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        with self._lock:
+            if self._status is not None:
+                self._status.stop()
+            self._status = None
 
 
 @contextlib.contextmanager
@@ -72,16 +192,3 @@ def _tolerant(stream: TextIO) -> None:
     # A path or an error text may hold what the terminal's encoding lacks; that must not end the command.
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="backslashreplace")
-
-
-def short_path(path: str) -> str:
-    """``path`` (a file, or ``file:line``) relative to the current folder or site-packages."""
-    if not os.path.isabs(path):
-        return path
-    roots = [os.getcwd(), *site.getsitepackages(), site.getusersitepackages()]
-    roots += [sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")]
-    # The longest root wins: a virtual environment may lie in the current folder.
-    for root in sorted(map(str, roots), key=len, reverse=True):
-        with contextlib.suppress(ValueError):
-            return str(Path(path).relative_to(root))
-    return path

@@ -11,6 +11,7 @@ from torch import fx
 from attnres_compile.config import AttnResConfig
 from attnres_compile.passes import facts, ops, refusal
 from attnres_compile.passes.memory import Memory
+from attnres_compile.passes.record import watched
 from attnres_compile.passes.scan import Scan, scan
 from attnres_compile.passes.sides import AddRecord
 from attnres_compile.passes.streams import Detection, Read, Reason, Rejection, ResidualStream, Step, Term
@@ -25,6 +26,7 @@ class _Chain:
     trimmed: list[AddRecord] = field(default_factory=list)
 
 
+@watched("detect")
 def detect(graph: fx.Graph, config: AttnResConfig | None = None) -> Detection:
     """Find the residual streams of ``graph``.
 

@@ -18,6 +18,7 @@ from torch import fx, nn
 from attnres_compile.config import AttnResConfig
 from attnres_compile.passes import facts, norms, ops, sites
 from attnres_compile.passes.norms import Norm
+from attnres_compile.passes.record import watched
 from attnres_compile.report import Fusion
 
 _SITES = ("attnres::mix", "attnres::merge")
@@ -25,6 +26,7 @@ _SITE = torch.ops.attnres.site.default
 _BRANCHES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@watched("fuse_norm")
 def fuse_norm(gm: fx.GraphModule, config: AttnResConfig) -> tuple[Fusion, ...]:
     """Fuse what stands beside the sites of ``gm``, editing it in place.
 

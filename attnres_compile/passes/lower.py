@@ -24,6 +24,7 @@ from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import LoweringError
 from attnres_compile.kernels import cpu, ops, through
 from attnres_compile.passes import facts, sites
+from attnres_compile.passes.record import watched
 
 # What a lowered graph may hold of ours besides the calls that this pass makes.
 _SERVED = frozenset(
@@ -70,6 +71,7 @@ class LoweringReport:
         return LoweringReport(**{name: value + getattr(other, name) for name, value in self.__dict__.items()})
 
 
+@watched("lower")
 def lower(gm: fx.GraphModule, config: AttnResConfig) -> LoweringReport:
     """Choose what runs at each site of ``gm``, editing it in place.
 

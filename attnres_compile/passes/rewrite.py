@@ -19,6 +19,7 @@ from attnres_compile.errors import LoweringError
 from attnres_compile.passes import facts
 from attnres_compile.passes.checkpoint import REGION
 from attnres_compile.passes.plan import BlockPlan, SitePlan
+from attnres_compile.passes.record import watched
 from attnres_compile.passes.sites import SITE, Mark
 from attnres_compile.passes.streams import Step, Term
 
@@ -38,6 +39,7 @@ class QueryNodes:
     key_norm: fx.Node | None = None
 
 
+@watched("rewrite")
 def rewrite(
     graph: fx.Graph,
     plans: tuple[BlockPlan, ...],

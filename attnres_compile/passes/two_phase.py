@@ -20,6 +20,7 @@ from attnres_compile.config import AttnResConfig, Choice
 from attnres_compile.passes import facts, ops, sites
 from attnres_compile.passes.checkpoint import REGION
 from attnres_compile.passes.plan import BlockPlan, SitePlan
+from attnres_compile.passes.record import watched
 from attnres_compile.passes.sites import Mark
 from attnres_compile.passes.traffic import Sites, direct_bytes, two_phase_bytes
 from attnres_compile.report import Phase
@@ -30,6 +31,7 @@ _INTER = torch.ops.attnres.inter.default
 _MERGE = torch.ops.attnres.merge.default
 
 
+@watched("two_phase")
 def two_phase(gm: fx.GraphModule, config: AttnResConfig) -> tuple[Phase, ...]:
     """Group the sites of ``gm``, editing it in place.
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from attnres_compile.cli import kernel_matrix, kernel_tables
-from attnres_compile.cli.kernel_matrix import full_matrix, sampled_matrix
+from attnres_compile.cli.kernels import matrix, tables
+from attnres_compile.cli.kernels.matrix import full_matrix, sampled_matrix
 from attnres_compile.cli.main import app
 from attnres_compile.kernels.inspection.kernel import ARCHITECTURES
 from attnres_compile.kernels.inspection.site import inspect_site, label, site_texts
@@ -119,7 +119,7 @@ def test_json_for_all_architectures() -> None:
         assert (row["kind"], row["direction"], row["sources"], row["dim"]) == ("mix", "forward", 3, 1024)
         assert row["dtype"] == "bfloat16"
         assert row["launches"] == len(row["kernels"]) == 1
-        assert kernel_tables.balanced(row)
+        assert tables.balanced(row)
 
 
 def test_json_without_an_architecture_holds_the_texts() -> None:
@@ -182,18 +182,16 @@ def test_a_site_of_several_launches_is_one_row() -> None:
     assert row["reread_bytes_per_token"] == groups_read
     counted = row["load_bytes_per_token"] + row["store_bytes_per_token"] - row["statistics_bytes_per_token"]
     assert counted == row["floor_bytes_per_token"] + groups_read
-    assert kernel_tables.balanced(row)
+    assert tables.balanced(row)
 
 
 def test_a_row_that_is_off_is_seen() -> None:
     (row,) = rows(*SITE, "--arch", "sm_90")
-    assert kernel_tables.balanced(row)
-    assert not kernel_tables.balanced({**row, "load_bytes_per_token": row["load_bytes_per_token"] * 1.03})
-    assert not kernel_tables.balanced({**row, "store_bytes_per_token": 0})
+    assert tables.balanced(row)
+    assert not tables.balanced({**row, "load_bytes_per_token": row["load_bytes_per_token"] * 1.03})
+    assert not tables.balanced({**row, "store_bytes_per_token": 0})
     narrow = {**row, "vector_bytes": 8, "spills": 4}
-    assert kernel_tables.summary([row, narrow]).startswith(
-        "2 compiled: 1 spill, 1 access rows by less than 16 bytes, 0"
-    )
+    assert tables.summary([row, narrow]).startswith("2 compiled: 1 spill, 1 access rows by less than 16 bytes, 0")
 
 
 # --- a model's kernels
@@ -334,7 +332,7 @@ def test_the_matrix_goes_on_where_it_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     specs = [KernelSpec("mix", n, 768) for n in (2, 3)]
-    monkeypatch.setattr(kernel_matrix, "sampled_matrix", lambda: specs)
+    monkeypatch.setattr(matrix, "sampled_matrix", lambda: specs)
     arguments = ("--matrix", "sampled", "--arch", "sm_90", "--out", str(tmp_path), "--jobs", "1")
     first = rows(*arguments)
     assert [row["kernel"] for row in first] == ["mix_forward_n2_d768_bf16", "mix_forward_n3_d768_bf16"]
@@ -351,7 +349,7 @@ def test_the_matrix_goes_on_where_it_was_stopped(
             found[key] = inspect_site(spec, arch).to_dict()
         return []
 
-    monkeypatch.setattr(kernel_matrix, "_compile_all", compile_all)
+    monkeypatch.setattr(matrix, "_compile_all", compile_all)
     again = rows(*arguments)
     assert made in ([specs[0]], [specs[1]])
     assert [row["kernel"] for row in again] == [row["kernel"] for row in first]
@@ -363,8 +361,8 @@ def test_the_matrix_goes_on_where_it_was_stopped(
 
 def test_kernels_of_a_matrix_that_do_not_compile_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = [KernelSpec("mix", 2, 768)]
-    monkeypatch.setattr(kernel_matrix, "sampled_matrix", lambda: specs)
-    monkeypatch.setattr(kernel_matrix, "_compile_all", lambda *_: ["mix_forward for sm_90: no reason"])
+    monkeypatch.setattr(matrix, "sampled_matrix", lambda: specs)
+    monkeypatch.setattr(matrix, "_compile_all", lambda *_: ["mix_forward for sm_90: no reason"])
     code, _, err = run("--matrix", "sampled", "--arch", "sm_90")
     assert code == 2
     assert "kernels that do not compile: 1; the first: mix_forward for sm_90: no reason" in err

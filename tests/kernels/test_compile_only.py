@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from attnres_compile.cli.kernel_matrix import DIMS, full_matrix
-from attnres_compile.cli.kernel_tables import balanced
+from attnres_compile.cli.kernels.matrix import DIMS, full_matrix
+from attnres_compile.cli.kernels.tables import balanced
 from attnres_compile.kernels.inspection.kernel import ARCHITECTURES
 from attnres_compile.kernels.inspection.site import inspect_site, label
 from attnres_compile.kernels.spec import KernelSpec

@@ -11,9 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from attnres_compile.cli import kernel_tables, output
-from attnres_compile.cli.kernel_matrix import MATRICES, run_matrix
-from attnres_compile.cli.kernel_specs import DTYPES, Wanted, of_model, of_site
+from attnres_compile.cli import output
+from attnres_compile.cli.kernels import tables
+from attnres_compile.cli.kernels.matrix import MATRICES, run_matrix
+from attnres_compile.cli.kernels.specs import DTYPES, Wanted, of_model, of_site
+from attnres_compile.cli.options import takes_output
+from attnres_compile.cli.output import Output
 from attnres_compile.errors import AttnResError, TargetError
 from attnres_compile.kernels.inspection.kernel import ARCHITECTURES, OTHERS
 from attnres_compile.kernels.inspection.site import SiteFacts, inspect_site, label, site_texts, warp_size
@@ -26,7 +29,9 @@ def _option(*flags: str, text: str, panel: str, metavar: str | None = None, **mo
     return typer.Option(*flags, help=text, metavar=metavar, rich_help_panel=panel, show_default=False, **more)
 
 
+@takes_output
 def kernels(
+    out: Output,
     target: Annotated[
         str | None,
         typer.Argument(
@@ -101,9 +106,8 @@ def kernels(
         ),
     ] = None,
     table: Annotated[bool, _option("--table", text="Leave the source out.", panel=_RESULT)] = False,
-    json: Annotated[bool, _option("--json", text="Print one JSON list and nothing else.", panel=_RESULT)] = False,
     markdown: Annotated[bool, _option("--markdown", text="Print the table as Markdown.", panel=_RESULT)] = False,
-    out: Annotated[
+    folder: Annotated[
         Path | None,
         _option(
             "--out",
@@ -133,13 +137,13 @@ def kernels(
     site = {"--sources": sources, "--dim": dim, "--queries": queries}
     said = [name for name, given in site.items() if given is not None]
     architectures = _architectures(arch or ())
-    if json and markdown:
+    if out.json and markdown:
         raise TargetError("--json and --markdown contradict each other", remedy="Give one")
     if matrix is not None:
         if target is not None or said:
             raise TargetError(f"--matrix and {target or said[0]} contradict each other", remedy="Give one")
-        rows = run_matrix(matrix, architectures or list(ARCHITECTURES), jobs, out)
-        _finish(rows, json, markdown, out, matrix=matrix)
+        rows = run_matrix(matrix, architectures or list(ARCHITECTURES), jobs, folder)
+        _finish(rows, out, markdown, folder, matrix=matrix)
         return
     wanted = Wanted(
         kind=kind,
@@ -166,20 +170,20 @@ def kernels(
         if extra:
             raise TargetError(f"{extra[0]} needs TARGET", remedy="Without one, say --sources and --dim")
         specs = of_site(wanted, sources, dim, dtype or next(iter(DTYPES)), queries)
-    with output.stdout_to_stderr():
+    with out.working("compiling kernels"):
         found = _compile(specs, architectures)
     rows = [facts.to_dict() for facts in found]
-    if not architectures and (json or markdown or table):
-        if not json:
+    if not architectures and (out.json or markdown or table):
+        if not out.json:
             raise TargetError("a table needs --arch", remedy=f"Say --arch {ARCHITECTURES[1]}")
         rows = [_text_row(spec) for spec in specs]
-    elif not (json or markdown or table):
+    elif not (out.json or markdown or table):
         for spec in specs:
             # AMD's warps are wider, so its kernels may be laid out in another way.
             size = 64 if architectures and all(warp_size(name) == 64 for name in architectures) else 32
             for text in dict.fromkeys(text for _, _, text in site_texts(spec, size)):
                 output.show_source(text)
-    _finish(rows, json, markdown, out, specs, found)
+    _finish(rows, out, markdown, folder, specs, found)
 
 
 def _architectures(given: Sequence[str]) -> list[str]:
@@ -203,25 +207,25 @@ def _text_row(spec: KernelSpec) -> dict[str, Any]:
 
 def _finish(
     rows: list[dict[str, Any]],
-    json: bool,
+    out: Output,
     markdown: bool,
-    out: Path | None,
+    folder: Path | None,
     specs: Sequence[KernelSpec] = (),
     found: Sequence[SiteFacts] = (),
     matrix: str | None = None,
 ) -> None:
-    if out is not None:
-        with _writing(out):
-            _write(out, specs, found)
+    if folder is not None:
+        with _writing(folder):
+            _write(folder, specs, found)
             if rows and "arch" in rows[0]:
-                (out / "table.json").write_text(json_.dumps(rows, indent=2) + "\n")
-                (out / "table.md").write_text(kernel_tables.document(rows, matrix))
-    if json:
+                (folder / "table.json").write_text(json_.dumps(rows, indent=2) + "\n")
+                (folder / "table.md").write_text(tables.document(rows, matrix))
+    if out.json:
         output.show_json(rows)
     elif markdown:
-        sys.stdout.write(kernel_tables.document(rows, matrix))
+        sys.stdout.write(tables.document(rows, matrix))
     elif rows:
-        output.show(kernel_tables.rich_tables(rows))
+        output.show(tables.rich_tables(rows))
 
 
 @contextlib.contextmanager

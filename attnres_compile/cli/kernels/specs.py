@@ -138,8 +138,8 @@ def of_model(
         NoStreamError: the model has no residual stream that can be converted.
         AttnResError: as ``attnres inspect``.
     """
-    from attnres_compile.cli.blame import blame
-    from attnres_compile.cli.target import load_target
+    from attnres_compile.cli.targets import load_target
+    from attnres_compile.cli.targets.blame import blame
 
     given: dict[str, Any] = {
         name: value for name, value in (("num_blocks", num_blocks), ("block_size", block_size)) if value

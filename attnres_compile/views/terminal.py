@@ -10,11 +10,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from attnres_compile.cli import collapse
-from attnres_compile.cli.output import short_path
 from attnres_compile.config import AttnResConfig
 from attnres_compile.exactness import Exactness
 from attnres_compile.report import GraphBreak, LeftAlone, Site, Stream, Sublayer, TransformReport
+from attnres_compile.views import collapse
+from attnres_compile.views.paths import short_path
 
 # Rows of a table that are shown without --all, and places that are named per reason.
 FEW_ROWS = 24
@@ -34,7 +34,7 @@ def report(
         everything: show every sublayer, site and rejected add, not only groups and a few examples.
         config: what was asked for, so that a note can say where a stream got something else.
     """
-    parts: list[RenderableType] = [_summary(found, title)]
+    parts: list[RenderableType] = [summary(found, title)]
     for stream in found.streams:
         parts += ["", _stream(stream, everything, config)]
     if found.graph_breaks:
@@ -44,8 +44,9 @@ def report(
     return Group(*parts)
 
 
-def _summary(found: TransformReport, title: str) -> Text:
-    text = Text(f"{title}: ", style="bold")
+def summary(found: TransformReport, title: str) -> Text:
+    """One line: how much is converted."""
+    text = Text(f"{title}: " if title else "", style="bold")
     if not found.streams:
         return text.append("no residual stream can be converted", style="bold red")
     sublayers = sum(len(stream.sublayers) for stream in found.streams)
@@ -248,7 +249,6 @@ def _place(module: str, where: str, node: str = "") -> str:
 
 def exactness(found: Exactness, title: str) -> RenderableType:
     """The figures of ``attnres verify``."""
-    verdict = ("exact", "bold green") if found.holds else ("NOT exact", "bold red")
     table = _table("compared", "relative error", "allowed", "largest at")
     table.add_row("outputs", _figure(found.output_error), f"{found.tolerance:.0e}", found.worst_output)
     table.add_row("gradients", _figure(found.gradient_error), f"{found.tolerance:.0e}", found.worst_gradient)
@@ -258,7 +258,12 @@ def exactness(found: Exactness, title: str) -> RenderableType:
         f"{_count(found.gradients, 'gradient')} compared"
     )
     notes = [Text(f"note: {note}", style="yellow") for note in found.notes]
-    return Group(Text.assemble((f"{title}: ", "bold"), verdict), Text(about), table, *notes)
+    return Group(verdict(found.holds, title), Text(about), table, *notes)
+
+
+def verdict(holds: bool, title: str) -> Text:
+    """One line: exact or not."""
+    return Text.assemble((f"{title}: ", "bold"), ("exact", "bold green") if holds else ("NOT exact", "bold red"))
 
 
 def _figure(error: float | None) -> str:

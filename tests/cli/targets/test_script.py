@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnres_compile.cli.target import load_target
+from attnres_compile.cli.targets import load_target
 from attnres_compile.errors import AttnResError, InputsError, TargetError
 
 Write = Callable[..., str]

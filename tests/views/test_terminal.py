@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from attnres_compile.cli import render
-from attnres_compile.cli.output import short_path
 from attnres_compile.config import AttnResConfig
 from attnres_compile.exactness import Exactness
 from attnres_compile.report import GraphBreak, Site, TransformReport
+from attnres_compile.views import terminal as render
+from attnres_compile.views.paths import short_path
 
 
 def lines(renderable: RenderableType, width: int = 80) -> list[str]:

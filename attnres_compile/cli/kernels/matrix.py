@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from attnres_compile.cli import kernel_tables
-from attnres_compile.cli.kernel_specs import DTYPES, Wanted
+from attnres_compile.cli.kernels import tables
+from attnres_compile.cli.kernels.specs import DTYPES, Wanted
 from attnres_compile.errors import AttnResError, KernelError, TargetError
 from attnres_compile.kernels.inspection.site import inspect_site, label, site_texts, warp_size
 from attnres_compile.kernels.spec import KernelSpec
@@ -91,7 +91,7 @@ def run_matrix(name: str, architectures: Sequence[str], jobs: int, out: Path | N
     failures = _compile_all({key: item for key, item in wanted.items() if key not in rows}, rows, jobs, journal)
     found = [rows[key] for key in wanted if key in rows]
     console = Console(stderr=True, highlight=False)
-    console.print(kernel_tables.summary(found), soft_wrap=True)
+    console.print(tables.summary(found), soft_wrap=True)
     if failures:
         raise AttnResError(f"kernels that do not compile: {len(failures)}; the first: {failures[0]}")
     return found

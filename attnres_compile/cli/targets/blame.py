@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from attnres_compile.cli.target import Target, arguments_of, user_code
+from attnres_compile.cli.targets.script import Target, arguments_of, user_code
 from attnres_compile.errors import AttnResError, CaptureError
 
 

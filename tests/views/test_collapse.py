@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnres_compile.cli import collapse
+from attnres_compile.views import collapse
 
 
 @pytest.mark.parametrize(

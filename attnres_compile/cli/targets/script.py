@@ -27,9 +27,12 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from attnres_compile.cli.output import short_path
+from attnres_compile import api
+from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import InputsError, TargetError
 from attnres_compile.inputs import GRAMMAR, Inputs, as_inputs, make_inputs
+from attnres_compile.report import TransformReport
+from attnres_compile.views.paths import short_path
 
 # Tried in this order when the target names nothing inside the script.
 DEFAULT_NAMES = ("model", "build_model", "make_model", "get_model", "create_model", "build", "Model", "net")
@@ -51,8 +54,15 @@ class Target:
     inputs: Inputs
     inputs_from: str
 
+    def explain(self, config: AttnResConfig) -> TransformReport:
+        """What would be converted, see :func:`attnres_compile.explain`."""
+        from attnres_compile.cli.targets.blame import blame
 
-def load_target(text: str, specs: Sequence[str] = ()) -> Target:
+        with blame(self):
+            return api.explain(self.model, self.inputs, config)
+
+
+def load_target(text: str, specs: Sequence[str] = (), settings: Sequence[str] = (), weights: bool = True) -> Target:
     """Imports or runs what ``text`` names and finds the model and its inputs there.
 
     Args:
