@@ -1,13 +1,22 @@
 """What was found and what was done, as plain data.
 
-Nothing here prints. ``to_dict`` gives JSON values in a stable shape, described in docs/report.md.
+Nothing here prints or draws. ``to_dict`` gives JSON values in a stable shape, described in docs/report.md; the methods
+that show a report hand it to :mod:`attnres_compile.views`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import networkx as nx
+    from rich.console import RenderableType
+
+    from attnres_compile.depth_weights import DepthWeights
 
 
 @dataclass(frozen=True)
@@ -19,12 +28,16 @@ class Sublayer:
         where: ``file:line`` of the add in the user's code, or ``""``.
         add: name of the graph node of the add (the last one, where several adds make one step).
         adds: names of all add nodes that this step stands for, ``add`` included.
+        shape: sizes of the stream behind it on the example inputs; a size that varies is text.
+        dtype: its dtype, as ``"float32"``.
     """
 
     module: str
     where: str
     add: str
     adds: tuple[str, ...] = ()
+    shape: tuple[int | str, ...] = field(default=(), compare=False)
+    dtype: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -36,12 +49,51 @@ class Site:
         readers: module paths of what reads it (``"output"`` for a returned value).
         sources: names of its sources in depth order: ``"root"``, ``"block 1"``.., ``"partial 2"``.
         query: name of its pseudo-query, equal to ``name``; ``None`` for a site with one source (a bypass).
+        index: number of sublayers behind the value that it reads; 0 is the root.
+        kind: what the sublayer that reads it computes: ``"attention"``, ``"mlp"`` or ``"other"``; ``"output"`` behind
+            the last one, ``""`` where that was not asked.
+        shape: sizes of the value that it reads on the example inputs; a size that varies is text.
+        dtype: its dtype, as ``"float32"``.
     """
 
     name: str
     readers: tuple[str, ...]
     sources: tuple[str, ...]
     query: str | None
+    index: int = field(default=0, compare=False)
+    kind: str = field(default="", compare=False)
+    shape: tuple[int | str, ...] = field(default=(), compare=False)
+    dtype: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What depth attention will cost in one stream, predicted from its plan.
+
+    Bytes are per token of the stream: what is read from memory and written to it for the stream's adds and sites in one
+    forward, or one forward and backward; ``activation`` bytes are what is kept more than the plain stream keeps.
+
+    Attributes:
+        parameters: scalar parameters added.
+        itemsize: bytes per element of the stream.
+        plain_bytes: moved by the plain residual's adds, forward: 3 rows of d per sublayer (paper, Table 1).
+        direct_bytes: moved where each site reads its sources by itself, forward; the adds inside blocks included.
+        two_phase_bytes: the same where two phases are taken per block whenever fewer bytes move.
+        plain_training_bytes, direct_training_bytes, two_phase_training_bytes: forward and backward.
+        activation_bytes: sources alive at the peak of inference, less the one that the plain stream holds.
+        training_activation_bytes: block sums, partial sums and statistics kept for the backward.
+    """
+
+    parameters: int
+    itemsize: int
+    plain_bytes: int
+    direct_bytes: int
+    two_phase_bytes: int
+    plain_training_bytes: int
+    direct_training_bytes: int
+    two_phase_training_bytes: int
+    activation_bytes: int
+    training_activation_bytes: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +107,7 @@ class Stream:
         blocks: for each block the indices into ``sublayers`` of what it sums.
         sites: its sites in depth order.
         owner: path of the module whose forward holds the whole stream; ``""`` is the model.
+        cost: what it will cost; ``None`` where the stream's dtype is not known.
     """
 
     name: str
@@ -63,6 +116,7 @@ class Stream:
     blocks: tuple[tuple[int, ...], ...]
     sites: tuple[Site, ...]
     owner: str = ""
+    cost: Cost | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -187,6 +241,7 @@ class TransformReport:
                     blocks=tuple(tuple(block) for block in stream["blocks"]),
                     sites=tuple(Site(**_tuples(site)) for site in stream["sites"]),
                     owner=stream["owner"],
+                    cost=Cost(**stream["cost"]) if stream.get("cost") else None,
                 )
                 for stream in values["streams"]
             ),
@@ -197,6 +252,39 @@ class TransformReport:
             phases=tuple(Phase(**_tuples(phase)) for phase in values.get("phases", ())),
             fusions=tuple(Fusion(**fusion) for fusion in values.get("fusions", ())),
         )
+
+    def to_networkx(self) -> nx.DiGraph:
+        """Sublayers, sources, sites and readers as a graph, see :func:`attnres_compile.depth_graph.depth_graph`."""
+        from attnres_compile.depth_graph import depth_graph
+
+        return depth_graph(self)
+
+    def to_html(self, path: str | Path, weights: DepthWeights | None = None, title: str = "") -> None:
+        """Write the report as one HTML file that needs nothing else (docs/html-report.md).
+
+        Args:
+            path: the file.
+            weights: depth-attention weights to draw, from :func:`attnres_compile.depth_weights`.
+            title: of the page; the default says what was converted.
+
+        Raises:
+            AttnResError: the file cannot be written.
+        """
+        from attnres_compile.views.html import write_page
+
+        write_page(self, path, weights, title)
+
+    def __rich__(self) -> RenderableType:
+        """The report in a terminal: ``rich.print(report)``."""
+        from attnres_compile.views import terminal
+
+        return terminal.report(self, "")
+
+    def _repr_html_(self) -> str:
+        """The report in a notebook."""
+        from attnres_compile.views.html import fragment
+
+        return str(fragment(self))
 
     def merged(self, other: TransformReport) -> TransformReport:
         """This report followed by another one."""

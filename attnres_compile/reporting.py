@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+
+from torch import fx
 
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import RejectedStreamError
 from attnres_compile.passes import facts
-from attnres_compile.passes.plan import BlockPlan
+from attnres_compile.passes.cost import predict_cost
+from attnres_compile.passes.kinds import reader_kind
+from attnres_compile.passes.plan import BlockPlan, SitePlan
 from attnres_compile.passes.streams import Detection, Reason, Step
 from attnres_compile.passes.two_phase import predict
 from attnres_compile.report import Fusion, GraphBreak, LeftAlone, Phase, Site, Stream, Sublayer, TransformReport
@@ -46,7 +51,7 @@ def build_report(
         breaks: graph breaks met on the way.
     """
     prefixes = prefixes if prefixes is not None else [""] * len(plans)
-    streams = tuple(_stream(plan, prefix) for plan, prefix in zip(plans, prefixes, strict=True))
+    streams = tuple(_stream(plan, prefix, config) for plan, prefix in zip(plans, prefixes, strict=True))
     added = sum(len(plan.queries) * plan.stream.feature_dim for plan in plans) * parameters_per_site(config)
     phases = tuple(
         _phase(phase, prefix) for plan, prefix in zip(plans, prefixes, strict=True) for phase in predict(plan, config)
@@ -89,22 +94,27 @@ def left_alone(detection: Detection) -> tuple[LeftAlone, ...]:
     )
 
 
-def _stream(plan: BlockPlan, prefix: str) -> Stream:
+def _stream(plan: BlockPlan, prefix: str, config: AttnResConfig) -> Stream:
     return Stream(
         name=join(prefix, plan.name),
         feature_dim=plan.stream.feature_dim,
         sublayers=tuple(_sublayer(step) for step in plan.stream.steps),
         blocks=tuple(tuple(block) for block in plan.blocks),
-        sites=tuple(
-            Site(
-                name=join(prefix, site.name),
-                readers=tuple(label if label == "output" else join(prefix, label) for label in site.label),
-                sources=site.sources,
-                query=join(prefix, site.name) if site.num_sources > 1 else None,
-            )
-            for site in plan.sites
-        ),
+        sites=tuple(_site(site, plan, prefix) for site in plan.sites),
         owner=prefix,
+        cost=predict_cost(plan, config),
+    )
+
+
+def _site(site: SitePlan, plan: BlockPlan, prefix: str) -> Site:
+    return Site(
+        name=join(prefix, site.name),
+        readers=tuple(label if label == "output" else join(prefix, label) for label in site.label),
+        sources=site.sources,
+        query=join(prefix, site.name) if site.num_sources > 1 else None,
+        index=site.index,
+        kind=reader_kind(plan.stream, site.index, site.readers),
+        **_facts(plan.stream.state(site.index)),
     )
 
 
@@ -114,7 +124,16 @@ def _sublayer(step: Step) -> Sublayer:
         where=facts.source_line(step.node),
         add=step.node.name,
         adds=tuple(node.name for node in (*step.inner, *step.adds)),
+        **_facts(step.node),
     )
+
+
+def _facts(node: fx.Node) -> dict[str, Any]:
+    value = facts.tensor(node)
+    if value is None:
+        return {}
+    shape = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+    return {"shape": shape, "dtype": str(value.dtype).removeprefix("torch.")}
 
 
 def join(prefix: str, name: str) -> str:

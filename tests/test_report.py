@@ -12,7 +12,8 @@ import pytest
 from torch import Tensor, nn
 
 import attnres_compile as ac
-from attnres_compile.report import Fusion, GraphBreak, LeftAlone, Phase, Site, Stream, Sublayer, TransformReport
+from attnres_compile.depth_graph import depth_graph
+from attnres_compile.report import Cost, Fusion, GraphBreak, LeftAlone, Phase, Site, Stream, Sublayer, TransformReport
 from attnres_compile.reporting import STREAM_REASONS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -25,6 +26,7 @@ REPORT = TransformReport(
             ((0,), (1,)),
             (Site("a", ("norm", "output"), ("root",), None), Site("b", ("norm",), ("root", "block 1"), "b")),
             "encoder",
+            Cost(8, 4, 96, 200, 190, 192, 400, 380, 32, 72),
         ),
     ),
     (LeftAlone("post_norm", "why", "layers.0", "m.py:5", "add_2"),),
@@ -35,9 +37,13 @@ REPORT = TransformReport(
 )
 SHAPE: dict[str, list[str]] = {
     "report": ["streams", "rejections", "graph_breaks", "parameters_added", "phases", "fusions"],
-    "streams": ["name", "feature_dim", "sublayers", "blocks", "sites", "owner"],
-    "sublayers": ["module", "where", "add", "adds"],
-    "sites": ["name", "readers", "sources", "query"],
+    "streams": ["name", "feature_dim", "sublayers", "blocks", "sites", "owner", "cost"],
+    "sublayers": ["module", "where", "add", "adds", "shape", "dtype"],
+    "sites": ["name", "readers", "sources", "query", "index", "kind", "shape", "dtype"],
+    "cost": [
+        "parameters", "itemsize", "plain_bytes", "direct_bytes", "two_phase_bytes", "plain_training_bytes",
+        "direct_training_bytes", "two_phase_training_bytes", "activation_bytes", "training_activation_bytes",
+    ],
     "rejections": ["reason", "message", "module", "where", "node"],
     "graph_breaks": ["reason", "where"],
     "phases": [
@@ -50,7 +56,7 @@ SHAPE: dict[str, list[str]] = {
 
 def shape(values: dict[str, Any]) -> dict[str, list[str]]:
     (stream,) = values["streams"]
-    lists = {**values, **stream}
+    lists = {**values, **stream, "cost": [stream["cost"]]}
     return {
         "report": list(values),
         **{name: list(lists[name][0]) for name in SHAPE if name != "report"},
@@ -72,7 +78,8 @@ def test_only_json_values() -> None:
 def test_round_trip(report: TransformReport) -> None:
     again = TransformReport.from_dict(json.loads(json.dumps(report.to_dict())))
     assert again == report
-    assert (again.phases, again.fusions) == (report.phases, report.fusions)
+    # What equality leaves out is there too.
+    assert again.to_dict() == report.to_dict()
     assert hash(again) == hash(report)
 
 
@@ -133,6 +140,19 @@ def test_a_real_report_has_the_shape_and_known_reasons() -> None:
 def test_a_report_of_version_0_1_is_read() -> None:
     values = REPORT.to_dict()
     old = {name: value for name, value in values.items() if name not in ("phases", "fusions")}
+    for stream in old["streams"]:
+        del stream["cost"]
+        for part in stream["sublayers"] + stream["sites"]:
+            for name in ("index", "kind", "shape", "dtype"):
+                part.pop(name, None)
     read = TransformReport.from_dict(old)
     assert read == REPORT
     assert (read.phases, read.fusions) == ((), ())
+    assert read.streams[0].cost is None
+
+
+def test_as_a_graph() -> None:
+    graph = REPORT.to_networkx()
+    kinds = [data["kind"] for _, data in graph.nodes(data=True)]
+    assert (kinds.count("sublayer"), kinds.count("site")) == (2, 2)
+    assert graph.number_of_nodes() == depth_graph(REPORT).number_of_nodes()

@@ -16,7 +16,13 @@ import torch
 import typer
 
 from attnres_compile.cli import output
+from attnres_compile.cli.commands.bench import bench
+from attnres_compile.cli.commands.diff import diff
 from attnres_compile.cli.commands.inspect import inspect
+from attnres_compile.cli.commands.run import SETTINGS as RUN_SETTINGS
+from attnres_compile.cli.commands.run import ScriptEnded
+from attnres_compile.cli.commands.run import run as run_command
+from attnres_compile.cli.commands.transform import transform
 from attnres_compile.cli.commands.verify import verify
 from attnres_compile.cli.kernels.command import kernels
 from attnres_compile.cli.options import BUG
@@ -30,8 +36,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (inspect, verify, kernels):
+for command in (inspect, transform, verify, diff, bench, kernels):
     app.command()(command)
+app.command("run", context_settings=RUN_SETTINGS)(run_command)
 
 
 def _show_version(asked: bool) -> None:
@@ -51,19 +58,28 @@ def main(
 
 def run() -> None:
     """The console script: runs the command and ends the process with its exit code."""
+    script: ScriptEnded | None = None
     try:
         app(prog_name="attnres")
+    except ScriptEnded as ended:
+        script, code = ended, 0
+    except BrokenPipeError:  # Who reads us has seen enough.
+        code = 1
     except Exception:
         traceback.print_exc()
         output.show_error("this is an error of attnres itself; please report it with the lines above")
         code = BUG
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    if script is not None and script.owns_stdout:
+        script.finish()
     with contextlib.suppress(BrokenPipeError, OSError):
         sys.stdout.flush()
     with contextlib.suppress(OSError):
         # What foreign code prints when the process ends must not follow our result.
         os.dup2(2, 1)
+    if script is not None:
+        script.finish()
     sys.exit(code)
 
 

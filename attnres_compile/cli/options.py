@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from attnres_compile.cli import completion
 from attnres_compile.cli.output import Output, show
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError, ConfigError, GraphBreakError, NoStreamError
@@ -26,6 +27,7 @@ TargetText = Annotated[
     typer.Argument(
         metavar="TARGET",
         show_default=False,
+        autocompletion=completion.target,
         help="script.py, script.py:NAME or package.module:NAME (importing it runs its code), hf:MODEL_TYPE or "
         "hf:FOLDER (a Hugging Face configuration; nothing is downloaded), or program.pt2 (torch.export). NAME is a "
         "model, a model class without required arguments, or a function that returns a model.",
@@ -59,7 +61,10 @@ _DEFAULT = AttnResConfig()
 
 
 def _option(flag: str, text: str, metavar: str | None = None) -> Any:
-    return typer.Option(flag, help=text, metavar=metavar, rich_help_panel=_PANEL, show_default=False)
+    words = completion.among(*metavar.split("|")) if metavar and "|" in metavar else None
+    return typer.Option(
+        flag, help=text, metavar=metavar, rich_help_panel=_PANEL, show_default=False, autocompletion=words
+    )
 
 
 # One per field, named like it; None is "not said". Values are checked by AttnResConfig alone.

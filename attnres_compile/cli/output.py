@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -103,7 +104,7 @@ class _Progress:
         self._timer: threading.Timer | None = None
         console = Console(file=sys.stderr, highlight=False)
         if shown and console.is_terminal and not console.is_dumb_terminal:
-            self._status = Status(self._text(), console=console)
+            self._status = Status(self._text(), console=console, spinner="line")
             self._timer = threading.Timer(PATIENCE, self._start)
             self._timer.daemon = True
 
@@ -160,7 +161,14 @@ def stdout_to_stderr() -> Iterator[None]:
 def show(renderable: RenderableType) -> None:
     """Prints for a person; colours only where the terminal has them, width of the terminal or of $COLUMNS."""
     _tolerant(sys.stdout)
-    Console(file=sys.stdout, highlight=False).print(renderable)
+    console = Console(file=sys.stdout, highlight=False)
+    if console.is_terminal:
+        console.print(renderable)
+        return
+    # Tables are filled up with spaces, which files and diffs can do without.
+    text = io.StringIO()
+    Console(file=text, highlight=False, width=console.width, force_terminal=False).print(renderable)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
 
 
 def show_json(value: dict[str, Any] | list[Any]) -> None:

@@ -63,6 +63,18 @@ CONTRACTION_MODULES = {
     "ConvTranspose2d": 1, "ConvTranspose3d": 1, "MultiheadAttention": -1, "LSTM": -1, "GRU": -1, "RNN": -1,
     "NonDynamicallyQuantizableLinear": -1,
 }  # fmt: skip
+# What operators that attend are called, whoever wrote them; and what else lets one token see another.
+ATTENTION_MARKS = ("attention", "attn", "module:multiheadattention")
+TOKEN_MIXERS = frozenset(
+    {
+        "fft_fft", "fft_fft2", "fft_fftn", "fft_rfft", "fft_rfft2", "fft_irfft2", "_fft_r2c", "_fft_c2c", "roll",
+        "flip", "cumsum", "cumprod", "logcumsumexp", "scan", "associative_scan", "while_loop", "avg_pool1d",
+        "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d", "unfold", "module:LSTM", "module:GRU",
+        "module:RNN", "module:AvgPool1d", "module:AvgPool2d", "module:MaxPool2d",
+    }
+)  # fmt: skip
+# Picks parts of its first operand.
+PICKS = frozenset({"index", "index_select", "gather", "take", "embedding", "__getitem__"})
 LOOKUPS = frozenset({"embedding", "embedding_bag", "module:Embedding", "module:EmbeddingBag"})
 
 NORMS = {

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from attnres_compile.config import AttnResConfig
 from attnres_compile.exactness import Exactness
-from attnres_compile.report import GraphBreak, LeftAlone, Site, Stream, Sublayer, TransformReport
+from attnres_compile.report import Cost, GraphBreak, LeftAlone, Site, Stream, Sublayer, TransformReport
 from attnres_compile.views import collapse
 from attnres_compile.views.paths import short_path
 
@@ -74,6 +74,7 @@ def _stream(stream: Stream, everything: bool, config: AttnResConfig | None) -> R
         _blocks(stream, everything),
         *(Text(f"note: {note}", style="yellow") for note in block_notes(stream, config)),
         _sites(stream.sites, everything),
+        *([_cost(stream.cost)] if stream.cost is not None else []),
     ]
     return Group(head, *(Padding(body, (1, 0, 0, 2)) for body in bodies))
 
@@ -194,6 +195,26 @@ def _modules(names: Iterator[str]) -> str:
         parts.append(f".{last}" if same else name or "(model)")
         beside = parent
     return ", ".join(parts)
+
+
+def _cost(cost: Cost) -> Table:
+    """Bytes per token: what the plain stream's adds move, and what depth attention moves and keeps."""
+    table = _table("bytes per token", "plain", "one phase", "two phases")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, plain, direct, both in (
+        ("moved, forward", cost.plain_bytes, cost.direct_bytes, cost.two_phase_bytes),
+        (
+            "moved, and backward",
+            cost.plain_training_bytes,
+            cost.direct_training_bytes,
+            cost.two_phase_training_bytes,
+        ),
+    ):
+        table.add_row(name, f"{plain:,}", *(f"{moved:,} ({moved / plain:.1f}x)" for moved in (direct, both)))
+    table.add_row("kept more, inference", "", f"{cost.activation_bytes:,}", "")
+    table.add_row("kept more, training", "", f"{cost.training_activation_bytes:,}", "")
+    return table
 
 
 # --- what was not converted

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attnres_compile.cli.main import app
+from tests.cli.processes import attnres
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -23,15 +24,6 @@ def run(*arguments: str) -> tuple[int, str]:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout
-
-
-def process(*arguments: str, code: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """The console script in a process of its own; ``code`` runs before it."""
-    call = f"{code}\nfrom attnres_compile.cli.main import run\nrun()"
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
-    env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run([sys.executable, "-c", call, *arguments], env=env, capture_output=True, text=True)
 
 
 def shape(out: str) -> dict[str, Any]:
@@ -81,14 +73,14 @@ def test_inspect_with_a_spec_and_on_the_meta_device(script: str) -> None:
 def test_no_stream(script: str) -> None:
     for arguments in (["inspect"], ["verify"]):
         code, out = run(*arguments, f"{script}:NoStream")
-        assert code == 1
+        assert code == 3
         assert "no residual stream can be converted" in out
     code, out = run("inspect", f"{script}:NoStream", "--json")
-    assert code == 1
+    assert code == 3
     assert json.loads(out)["streams"] == []
     # Streams that are there, but too short.
     code, out = run("inspect", script, "--min-sublayers", "7")
-    assert code == 1
+    assert code == 3
     assert "script.py:" in out
 
 
@@ -110,7 +102,7 @@ def test_strict_refuses_a_stream_left_alone(script: str) -> None:
     assert run("inspect", f"{script}:Two")[0] == 0
     for command in ("inspect", "verify"):
         result = CliRunner().invoke(app, [command, f"{script}:Two", "--strict"])
-        assert result.exit_code == 1
+        assert result.exit_code == 3
         assert "strict: a residual stream would be left alone" in result.stderr
         assert "8 sublayers" in result.stdout
     assert run("inspect", script, "--strict")[0] == 0
@@ -150,7 +142,7 @@ def test_json_of_a_noisy_script_alone_on_standard_output(script: str) -> None:
     noise = "import os, atexit\nos.system('echo noise of the shell')\natexit.register(print, 'noise at the end')\n"
     with open(script, "a") as file:
         file.write(noise)
-    done = process("inspect", script, "--json", FORCE_COLOR="1")
+    done = attnres("inspect", script, "--json", FORCE_COLOR="1")
     assert done.returncode == 0
     assert shape(done.stdout)["sublayers"] == 6
     assert "\x1b" not in done.stdout
@@ -159,8 +151,8 @@ def test_json_of_a_noisy_script_alone_on_standard_output(script: str) -> None:
 
 
 def test_colours_for_terminals_only(script: str) -> None:
-    assert "\x1b[" in process("inspect", script, FORCE_COLOR="1").stdout
-    plain = process("inspect", script, PYTHONIOENCODING="ascii")
+    assert "\x1b[" in attnres("inspect", script, FORCE_COLOR="1").stdout
+    plain = attnres("inspect", script, PYTHONIOENCODING="ascii")
     assert plain.returncode == 0
     assert "\x1b[" not in plain.stdout
     assert "6 sublayers" in plain.stdout
@@ -171,8 +163,8 @@ def test_colours_for_terminals_only(script: str) -> None:
 
 def test_a_bug_is_no_mistake_of_the_user(script: str) -> None:
     bug = "from attnres_compile import api\napi.explain = lambda *arguments: 1 / 0"
-    done = process("inspect", script, "--json", code=bug)
-    assert done.returncode == 3
+    done = attnres("inspect", script, "--json", code=bug)
+    assert done.returncode == 70
     assert done.stdout == ""
     assert "ZeroDivisionError" in done.stderr
     assert "this is an error of attnres itself" in done.stderr
@@ -180,7 +172,7 @@ def test_a_bug_is_no_mistake_of_the_user(script: str) -> None:
 
 def test_a_reader_that_leaves_early(script: str) -> None:
     close = "import os\nreading, writing = os.pipe(); os.close(reading); os.dup2(writing, 1)"
-    done = process("inspect", script, code=close)
+    done = attnres("inspect", script, code=close)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
 

@@ -73,7 +73,7 @@ def test_version_and_help() -> None:
         code, out, _ = run(*arguments)
         assert code == 0
         assert "Usage: " in out
-    assert "Exit code 1 when no residual stream can be converted, or" in " ".join(run("inspect", "--help")[1].split())
+    assert "Exit code 3 when no residual stream can be converted, or" in " ".join(run("inspect", "--help")[1].split())
 
 
 def test_inspect(script: str, explain: dict[str, Any], report: TransformReport, capfd: Any) -> None:
@@ -104,7 +104,7 @@ def test_all_is_longer(script: str, explain: dict[str, Any]) -> None:
     short, long = run("inspect", script)[1], run("inspect", script, "--all")[1]
     assert "model.site_30" not in short
     assert "model.site_30" in long
-    assert run("inspect", script, "-v")[1] == long
+    assert run("inspect", script, "-a")[1] == long
 
 
 @pytest.mark.parametrize("suffix", [".dot", ".graphml"])
@@ -139,12 +139,12 @@ def test_inspect_without_a_stream(script: str, explain: dict[str, Any], report: 
     nothing = TransformReport((), report.rejections, (), 0)
     explain["result"] = NoStreamError("no stream", report=nothing) if raised else nothing
     code, out, _ = run("inspect", script)
-    assert code == 1
+    assert code == 3
     assert "no residual stream can be converted" in out
     assert "no_contraction (24)" in out
     code, out, _ = run("inspect", script, "--json")
-    assert code == 1
-    assert json.loads(out) == nothing.to_dict()
+    assert code == 3
+    assert (json.loads(out)["report"] if raised else json.loads(out)) == nothing.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,10 @@ def test_usage_errors(script: str, arguments: list[str]) -> None:
 def test_wrong_targets(script: str, command: str, target: str, message: str) -> None:
     code, out, err = run(command, target, "--json")
     assert code == 2
-    assert out == ""
+    assert json.loads(out)["error"]["kind"] == "TargetError"
+    assert message in json.loads(out)["error"]["message"]
     assert message in err
+    assert run(command, target)[:2] == (2, "")
     assert "Traceback" not in err
 
 
@@ -259,7 +261,7 @@ def test_a_model_that_rejects_its_inputs_speaks_for_itself(
 def test_errors_of_the_core(script: str, explain: dict[str, Any]) -> None:
     explain["result"] = GraphBreakError("a break", module="model.layers.1", where="a.py:3", remedy="Mend it")
     assert run("inspect", script)[::2] == (
-        2,
+        3,
         "noise of the script\nnoise of the core\nerror: a break (module model.layers.1, a.py:3). Mend it\n",
     )
     explain["result"] = CaptureError("cannot trace this")

@@ -16,11 +16,11 @@ from attnres_compile.cli.options import (
     takes_config,
     takes_output,
 )
-from attnres_compile.cli.output import Output
+from attnres_compile.cli.output import Output, show_error
 from attnres_compile.cli.passes import showing_passes
 from attnres_compile.cli.targets import load_target
 from attnres_compile.config import AttnResConfig
-from attnres_compile.errors import AttnResError
+from attnres_compile.errors import AttnResError, RejectedStreamError
 from attnres_compile.report import TransformReport
 from attnres_compile.reporting import refuse_strict
 from attnres_compile.views import terminal
@@ -48,6 +48,8 @@ def inspect(
     """Show what would be converted: streams, blocks, sites, and why every other add is left alone.
 
     Changes nothing. Exit code 3 when no residual stream can be converted, or with --strict when one cannot.
+
+    Example: attnres inspect attnres_compile.demo --num-blocks 4
     """
     with out.working("loading the model") as says:
         loaded = load_target(target, input or (), set_ or (), weights=False)
@@ -62,7 +64,11 @@ def inspect(
         terminal.summary(report, loaded.name),
     )
     if config.strict:
-        refuse_strict(report.rejections, report)
+        try:
+            refuse_strict(report.rejections, report)
+        except RejectedStreamError as error:
+            show_error(str(error))
+            raise typer.Exit(IMPOSSIBLE) from error
     raise typer.Exit(0 if report.streams else IMPOSSIBLE)
 
 

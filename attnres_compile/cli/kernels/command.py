@@ -95,6 +95,10 @@ def kernels(
         list[str] | None,
         _option("--input", text="As for inspect; once per input.", panel=_MODEL, metavar="SPEC"),
     ] = None,
+    set_: Annotated[
+        list[str] | None,
+        _option("--set", text="As for inspect; once per field.", panel=_MODEL, metavar="NAME=VALUE"),
+    ] = None,
     arch: Annotated[
         list[str] | None,
         _option(
@@ -160,11 +164,17 @@ def kernels(
     if target is not None:
         if said:
             raise TargetError(f"TARGET and {said[0]} contradict each other", remedy="A model says it itself")
-        specs = of_model(target, input or (), wanted, dtype, num_blocks, block_size)
+        with out.working("tracing the model"):
+            specs = of_model(target, input or (), set_ or (), wanted, dtype, num_blocks, block_size)
     else:
         extra = [
             name
-            for name, given in (("--num-blocks", num_blocks), ("--block-size", block_size), ("--input", input))
+            for name, given in (
+                ("--num-blocks", num_blocks),
+                ("--block-size", block_size),
+                ("--input", input),
+                ("--set", set_),
+            )
             if given
         ]
         if extra:

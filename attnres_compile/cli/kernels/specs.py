@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from attnres_compile import api
-from attnres_compile.cli import output
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import NoStreamError, TargetError
 from attnres_compile.kernels.spec import ACCUMULATE, FRESH, KINDS, KernelSpec
@@ -127,6 +125,7 @@ def of_site(wanted: Wanted, sources: int | None, dim: int | None, dtype: str, qu
 def of_model(
     target: str,
     inputs: Sequence[str],
+    settings: Sequence[str],
     wanted: Wanted,
     dtype: str | None,
     num_blocks: int | None,
@@ -139,17 +138,14 @@ def of_model(
         AttnResError: as ``attnres inspect``.
     """
     from attnres_compile.cli.targets import load_target
-    from attnres_compile.cli.targets.blame import blame
 
     given: dict[str, Any] = {
         name: value for name, value in (("num_blocks", num_blocks), ("block_size", block_size)) if value
     }
     config = AttnResConfig(**given)
     chosen = dtype_of(dtype) if dtype is not None else None
-    with output.stdout_to_stderr():
-        loaded = load_target(target, inputs)
-        with blame(loaded):
-            report = api.explain(loaded.model, loaded.inputs, config)
+    loaded = load_target(target, inputs, settings, weights=False)
+    report = loaded.explain(config)
     if not report.streams:
         raise NoStreamError(f"no residual stream of {loaded.name} can be converted", report=report)
     name = chosen or _model_dtype(loaded.model)
