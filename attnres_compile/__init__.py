@@ -15,6 +15,7 @@
 from attnres_compile import ops
 from attnres_compile.api import explain, pseudo_queries, report, revert, rewrite_graph, transform
 from attnres_compile.config import AttnResConfig
+from attnres_compile.depth_weights import DepthWeights, StreamWeights, depth_weights
 from attnres_compile.errors import (
     AlreadyCompiledError,
     AlreadyTransformedError,
@@ -25,6 +26,7 @@ from attnres_compile.errors import (
     InputsError,
     KernelError,
     LoweringError,
+    MissingDependencyError,
     NoStreamError,
     NotTransformedError,
     PlainExecutionError,
@@ -44,20 +46,24 @@ __all__ = [
     "AttnResError",
     "CaptureError",
     "ConfigError",
+    "DepthWeights",
     "Exactness",
     "GraphBreakError",
     "Inputs",
     "InputsError",
     "KernelError",
     "LoweringError",
+    "MissingDependencyError",
     "NoStreamError",
     "NotTransformedError",
     "PlainExecutionError",
     "PlanMismatchError",
     "Reason",
     "RejectedStreamError",
+    "StreamWeights",
     "TransformReport",
     "__version__",
+    "depth_weights",
     "explain",
     "ops",
     "pseudo_queries",

@@ -62,7 +62,9 @@ def counting() -> Iterator[Tally]:
             outer.sites += tally.sites
 
 
-def _counted(call: Callable[..., Any], sites: int) -> Callable[..., Any]:
+def counted(call: Callable[..., Any], sites: int) -> Callable[..., Any]:
+    """``call``, which runs that many sites."""
+
     def run(*args: Any) -> Any:
         result = call(*args)
         tally = _TALLY.get()
@@ -127,12 +129,13 @@ class _Declared:
     streams: list[ResidualStream]
 
 
-def rewrite_declared(graph: fx.Graph, options: Mapping[str, Any] | None = None) -> int:
+def rewrite_declared(graph: fx.Graph, options: Mapping[str, Any] | None = None, close: bool = True) -> int:
     """Rewrite every declared stream of ``graph`` in place and take the declarations out.
 
     Args:
         graph: the graph.
         options: fields of :class:`AttnResConfig` about running that take the place of the declared ones.
+        close: fold checkpointed regions together again; a graph that runs without gradients can do without.
 
     Returns:
         The number of sites.
@@ -169,7 +172,7 @@ def rewrite_declared(graph: fx.Graph, options: Mapping[str, Any] | None = None) 
         rewrite(graph, plans, queries, replace(item.declaration.config, **own))
     for node in nodes:
         graph.erase_node(node)
-    if module is not None:
+    if module is not None and close:
         close_regions(module, regions)
     return sum(len(item.declaration.sites) for item in declared)
 
@@ -218,7 +221,7 @@ class ConvertedBackend:
     def __call__(self, module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         module = copy_graph_module(module, self.owner)
         sites = rewrite_declared(module.graph)
-        return _counted(_finish(module, example_inputs, self.lowering, self._report), sites)
+        return counted(_finish(module, example_inputs, self.lowering, self._report), sites)
 
     def _report(self, choices: Choices) -> None:
         queries = self.owner._modules[CHILD]
@@ -247,7 +250,7 @@ def attnres(
     if any(node.target is DECLARE for node in module.graph.nodes):
         _check_options(module.graph, options)
         sites = rewrite_declared(module.graph, options)
-        return _counted(_finish(module, example_inputs, config.lowering), sites)
+        return counted(_finish(module, example_inputs, config.lowering), sites)
     return _late(module, example_inputs, config)
 
 
@@ -282,7 +285,7 @@ def _late(module: fx.GraphModule, inputs: list[Any], config: AttnResConfig) -> C
             )
         close_regions(module, regions)
         return _finish(module, inputs, config.lowering)
-    anchor = _anchor(module.graph, plans[0].stream)
+    anchor = anchor_of(module.graph, plans[0].stream)
     report = build_report(detection, plans, config)
     sample = DepthQueries(declaration)
     queries = _append_placeholders(module.graph, sample, anchor.like)
@@ -300,7 +303,7 @@ def _late(module: fx.GraphModule, inputs: list[Any], config: AttnResConfig) -> C
     def run(*args: Any) -> Any:
         return compiled(*args, *_store(args[anchor.index], declaration, report).tensors())
 
-    return _counted(run, len(declaration.sites))
+    return counted(run, len(declaration.sites))
 
 
 def _store(anchor: torch.Tensor, declaration: Declaration, report: TransformReport) -> DepthQueries:
@@ -347,7 +350,7 @@ class _Anchor:
     like: nn.Parameter
 
 
-def _anchor(graph: fx.Graph, stream: ResidualStream) -> _Anchor:
+def anchor_of(graph: fx.Graph, stream: ResidualStream) -> _Anchor:
     """The first matrix that the stream's branches use.
 
     Raises:

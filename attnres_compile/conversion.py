@@ -7,10 +7,12 @@ one of its own.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import inspect
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -78,12 +80,17 @@ class ConvertedForward:
         if queries.token.device != query.device:
             # Loaded with ``assign=True`` into a model made on the meta device: the token is in no state_dict.
             queries.token = torch.zeros_like(queries.token, device=query.device)
-        if self._compiled is None:
-            lowering = queries.declaration.config.lowering
-            self._compiled = torch.compile(_own_code(self), backend=backend.ConvertedBackend(self.owner, lowering))
+        instead = _INSTEAD.get()
+        if instead is not None:
+            compiled = instead.compiled(self)
+        else:
+            if self._compiled is None:
+                lowering = queries.declaration.config.lowering
+                self._compiled = self._compile(backend.ConvertedBackend(self.owner, lowering))
+            compiled = self._compiled
         with backend.counting() as tally:
             try:
-                result = _unwrapped(self._compiled, args, kwargs)
+                result = _unwrapped(compiled, args, kwargs)
             except PlanMismatchError as error:
                 raise self._explained(error, args, kwargs) from None
         expected = len(queries.declaration.sites)
@@ -94,6 +101,10 @@ class ConvertedForward:
                 remedy="Look for a graph break (TORCH_LOGS=graph_breaks) or a function marked torch._dynamo.disable",
             )
         return result
+
+    def _compile(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = torch.compile(_own_code(self), backend=compiler)
+        return compiled
 
     def _explained(self, error: PlanMismatchError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanMismatchError:
         """The error with the place of the graph break that caused it, if one did."""
@@ -110,6 +121,41 @@ class ConvertedForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _serve_inductor()
+
+
+# ------------------------------------------------------------------ other compilers for a while
+
+
+class _Instead:
+    """What converted modules run in the place of their own compiled code."""
+
+    def __init__(self, compiler: Callable[[nn.Module], Callable[..., Any]]) -> None:
+        self.compiler = compiler
+        self.calls: dict[ConvertedForward, Callable[..., Any]] = {}
+
+    def compiled(self, forward: ConvertedForward) -> Callable[..., Any]:
+        if forward not in self.calls:
+            self.calls[forward] = forward._compile(self.compiler(forward.owner))
+        return self.calls[forward]
+
+
+_INSTEAD: contextvars.ContextVar[_Instead | None] = contextvars.ContextVar("attnres_instead", default=None)
+
+
+@contextlib.contextmanager
+def compiled_by(compiler: Callable[[nn.Module], Callable[..., Any]]) -> Iterator[None]:
+    """While open, converted modules that are called run what ``compiler(module)`` makes of their graphs.
+
+    What they are compiled into otherwise is neither run nor changed.
+    """
+    token = _INSTEAD.set(_Instead(compiler))
+    try:
+        yield
+    finally:
+        _INSTEAD.reset(token)
+
+
+# ------------------------------------------------------------------ how
 
 
 def _serve_inductor() -> None:

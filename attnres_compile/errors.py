@@ -104,3 +104,7 @@ class KernelError(AttnResError):
 
 class TargetError(AttnResError):
     """A command-line target or input specification names nothing usable."""
+
+
+class MissingDependencyError(AttnResError, ImportError):
+    """A package is needed that is not installed."""

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import math
-import random
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, fx, nn
 
 from attnres_compile import api
+from attnres_compile.comparison import FLOATS, LowestPrecision, as_dtype, compare, run, same_randomness, switch, twin
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError
 from attnres_compile.inputs import Inputs, as_inputs
@@ -28,10 +25,12 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 # sublayers measured 0.5 to 1.3 eps * sqrt(sublayers), in both dtypes, outputs and gradients.
 HALF_PRECISIONS = (torch.float16, torch.bfloat16)
 HALF_FACTOR = 3.0
-_FLOATS = (*TOLERANCES, *HALF_PRECISIONS)
 # Some gradients are zero but for rounding (the bias of an attention's keys). No gradient is measured against
 # less than this share of the largest one.
 GRADIENT_FLOOR = 0.1
+
+# Converts a model that it may change, as :func:`convert_copy` does; returns the converted one.
+Convert = Callable[[nn.Module, Inputs, AttnResConfig], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,8 @@ def verify(
     keep_weights: bool = False,
     train: bool = False,
     seed: int = 0,
+    dtype: torch.dtype | None = None,
+    convert: Convert | None = None,
 ) -> Exactness:
     """Converts a copy of ``model`` and compares it, queries at zero, with another copy that stays as it is.
 
@@ -103,40 +104,31 @@ def verify(
         train: compare in training mode, both with the same seed (dropout draws the same masks); batch
             statistics are updated in the copies alone. Default is eval mode.
         seed: of the random weights, of the loss and of the model's own random numbers.
+        dtype: compare in this floating dtype, the copies and the floating inputs cast to it; default: as they are.
+        convert: what to convert a copy with, default :func:`convert_copy`.
 
     Raises:
         NoStreamError: there is nothing to convert; the error carries the report.
         AttnResError: the model is on the meta device, cannot be copied, or returns no tensors.
         Exception: the model's own, when it rejects the inputs.
     """
-    inputs = as_inputs(example_inputs)
+    inputs = as_dtype(as_inputs(example_inputs), dtype)
     config = config or AttnResConfig(lowering="eager")
-    if any(tensor.is_meta for tensor in _tensors(model)):
-        raise AttnResError(
-            "a model on the meta device has no numbers to compare",
-            remedy="Build it on the CPU, or load weights",
-        )
+    with same_randomness(), torch.inference_mode(False), torch.enable_grad():
 
-    def make() -> nn.Module:
-        try:
-            made = copy.deepcopy(model).train(train)
-        except Exception as error:
-            raise AttnResError(f"the model cannot be copied: {type(error).__name__}: {error}") from error
-        if not keep_weights:
-            randomise_(made, seed)
-        return made
+        def make() -> nn.Module:
+            return as_dtype(private_copy(model, train, None if keep_weights else seed), dtype)
 
-    with _same_randomness(), torch.inference_mode(False), torch.enable_grad():
-        lowest = _LowestPrecision()
-        original = _run(make(), inputs, seed, lowest)
-        converted = api.transform(make(), inputs, config)
+        lowest = LowestPrecision()
+        original = run(make(), inputs, seed, lowest)
+        converted = (convert or convert_copy)(make(), inputs, config)
         queries = api.pseudo_queries(converted)
-        run = _run(converted, inputs, seed)
+        found = run(converted, inputs, seed)
         reached = [name for name, query in queries.items() if query.grad is not None and query.grad.any()]
     # The queries' own gradients have nothing to be compared with.
-    kept = {name: tensor for name, tensor in run.gradients.items() if name in original.differentiable}
-    outputs = _compare(original.outputs, run.outputs, floor=0.0)
-    gradients = _compare(original.gradients, kept, floor=GRADIENT_FLOOR)
+    kept = {name: tensor for name, tensor in found.gradients.items() if name in original.differentiable}
+    outputs = compare(original.outputs, found.outputs, floor=0.0)
+    gradients = compare(original.gradients, kept, floor=GRADIENT_FLOOR)
     tolerance = tolerance_for(lowest.dtype, len(queries))
     notes = (*original.notes, *outputs.notes, *gradients.notes, *_expectations(config))
     # Exact because the depth attention did not run is the one thing that must not pass.
@@ -159,6 +151,46 @@ def verify(
         worst_gradient=gradients.worst,
         notes=notes,
     )
+
+
+def convert_copy(model: nn.Module, inputs: Inputs, config: AttnResConfig) -> nn.Module:
+    """A converted model for one that nobody else uses: :func:`attnres_compile.transform`, or, for the module of a
+    ``torch.export`` program, :func:`attnres_compile.rewrite_graph`, compiled if ``config.lowering`` says so.
+    """
+    if not is_exported(model):
+        return api.transform(model, inputs, config)
+    assert isinstance(model, fx.GraphModule)
+    with warnings.catch_warnings():
+        # As for a twin.
+        warnings.simplefilter("ignore", FutureWarning)
+        rewritten, _ = api.rewrite_graph(model, None, config)
+    if config.lowering == "inductor":
+        rewritten.compile()
+    return rewritten
+
+
+def is_exported(model: nn.Module) -> bool:
+    """Whether this is the module of a ``torch.export`` program, whose mode is part of its graph."""
+    # There is no public name for its class, and its train() raises, but not that of a copy.
+    return isinstance(model, fx.GraphModule) and any(c.__name__ == "_StatefulGraphModule" for c in type(model).__mro__)
+
+
+def private_copy(model: nn.Module, train: bool, seed: int | None) -> nn.Module:
+    """A copy in that mode, its weights randomised by ``seed`` unless that is ``None``.
+
+    Raises:
+        AttnResError: the model is on the meta device or cannot be copied.
+    """
+    if any(tensor.is_meta for tensor in _tensors(model)):
+        raise AttnResError(
+            "a model on the meta device has no numbers to compare",
+            remedy="Build it on the CPU, or load weights",
+        )
+    made = twin(model)
+    switch(made, train)
+    if seed is not None:
+        randomise_(made, seed)
+    return made
 
 
 def _expectations(config: AttnResConfig) -> Iterator[str]:
@@ -214,175 +246,9 @@ def randomise_(model: nn.Module, seed: int = 0) -> None:
 
 def _can_change(tensor: Tensor) -> bool:
     overlapping = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return tensor.dtype in _FLOATS and tensor.numel() > 0 and not overlapping
+    return tensor.dtype in FLOATS and tensor.numel() > 0 and not overlapping
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
-
-
-# --- one run
-
-
-@dataclass(frozen=True)
-class _Run:
-    outputs: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    differentiable: frozenset[str]  # names of all parameters and inputs, with or without a gradient
-    notes: tuple[str, ...]
-
-
-class _LowestPrecision(TorchDispatchMode):
-    """Watches a run: a float64 model whose norms compute in float32 is only as good as float32."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.dtype = torch.float64
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # Numbers without dimensions are constants more often than results.
-        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.ndim]
-        dtypes = [leaf.dtype for leaf in leaves if leaf.dtype in _FLOATS]
-        self.dtype = max([self.dtype, *dtypes], key=lambda dtype: torch.finfo(dtype).eps)
-        return result
-
-
-def _run(model: nn.Module, inputs: Inputs, seed: int, watch: _LowestPrecision | None = None) -> _Run:
-    """Outputs, and gradients of a loss that depends on every floating output."""
-    for parameter in model.parameters():
-        parameter.grad = None
-    leaves: dict[str, Tensor] = {}
-
-    def fresh(path: Any, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return copy.deepcopy(value)  # a cache is written into
-        value = value.detach().clone()
-        if value.is_floating_point() and value.dtype in _FLOATS:
-            leaves[f"input {pytree.keystr(path)}"] = value.requires_grad_()
-            # Models may write into what they are given, but not into a leaf.
-            return value.clone()
-        return value
-
-    args, kwargs = pytree.tree_map_with_path(fresh, (inputs.args, inputs.kwargs))
-    _seed_all(seed)
-    with watch or contextlib.nullcontext():
-        result = model(*args, **kwargs)
-    outputs = dict(_named_tensors(result))
-    if not outputs:
-        raise AttnResError(f"the model returns no tensors to compare, but {type(result).__name__}")
-    loss = _projection(outputs, seed)
-    notes: tuple[str, ...] = ()
-    named = {**dict(model.named_parameters()), **leaves}
-    gradients: dict[str, Tensor] = {}
-    if loss is None:
-        notes = ("gradients were not compared: no floating output depends on a parameter or input by a gradient",)
-    else:
-        torch.autograd.backward(loss)
-        gradients = {name: tensor.grad for name, tensor in named.items() if tensor.grad is not None}
-    detached = {name: tensor.detach() for name, tensor in outputs.items()}
-    return _Run(detached, gradients, frozenset(named), notes)
-
-
-def _seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)
-
-
-def _projection(outputs: dict[str, Tensor], seed: int) -> Tensor | None:
-    generator = torch.Generator().manual_seed(seed)
-    loss: Tensor | None = None
-    for tensor in outputs.values():
-        if not (tensor.requires_grad and tensor.is_floating_point()):
-            continue
-        # In float64, so that the loss's own rounding is not what is measured. Infinities are masks.
-        direction = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
-        finite = torch.where(tensor.isfinite(), tensor, 0).to(torch.float64)
-        part = (finite * direction).sum() / max(tensor.numel(), 1) ** 0.5
-        loss = part if loss is None else loss + part
-    return loss
-
-
-def _named_tensors(value: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a result, with its path. Objects (a cache of keys and values) are looked into."""
-    seen = set() if seen is None else seen
-    if isinstance(value, Tensor):
-        yield path or "output", torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
-        return
-    if isinstance(value, (str, bytes, int, float, bool, type(None), type, nn.Module)) or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Mapping):
-        items = [(f"{path}.{key}" if path else str(key), item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-    else:
-        items = [(f"{path}.{name}" if path else name, item) for name, item in getattr(value, "__dict__", {}).items()]
-    for name, item in items:
-        yield from _named_tensors(item, name, seen)
-
-
-# --- comparison
-
-
-@dataclass(frozen=True)
-class _Difference:
-    error: float | None
-    worst: str
-    equal: bool  # in everything that has no rounding: names, shapes, dtypes, integers
-    notes: tuple[str, ...]
-
-
-def _compare(before: dict[str, Tensor], after: dict[str, Tensor], floor: float) -> _Difference:
-    notes = [f"{name} exists in only one of the two" for name in sorted(before.keys() ^ after.keys())]
-    errors: dict[str, float] = {}
-    scales = {name: _largest(tensor) for name, tensor in before.items() if tensor.is_floating_point()}
-    least = floor * max(scales.values(), default=0.0)
-    for name, old in before.items():
-        new = after.get(name)
-        if new is None:
-            continue
-        if old.shape != new.shape or old.dtype != new.dtype:
-            was, now = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (old, new))
-            notes.append(f"{name} was {was} and is {now} when converted")
-        elif name in scales:
-            errors[name] = _relative(old, new, max(scales[name], least))
-        elif not torch.equal(old, new):
-            notes.append(f"{name} ({old.dtype}) differs in {int((old != new).sum())} of {old.numel()} values")
-    if not errors:
-        return _Difference(None, "", not notes, tuple(notes))
-    worst = max(errors, key=errors.__getitem__)
-    return _Difference(errors[worst], worst, not notes, tuple(notes))
-
-
-def _largest(tensor: Tensor) -> float:
-    finite = tensor[tensor.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-def _relative(old: Tensor, new: Tensor, scale: float) -> float:
-    """``max |old - new| / scale``; infinite where one of them is not finite and the other is not the same."""
-    same = (old == new) | (old.isnan() & new.isnan())
-    if bool(same.all()):
-        return 0.0
-    off = (old.double() - new.double()).abs()[~same]
-    if scale == 0.0 or not bool(off.isfinite().all()):
-        return math.inf
-    return float(off.max()) / scale
-
-
-@contextlib.contextmanager
-def _same_randomness() -> Iterator[None]:
-    """Puts random state back: torch's on every device, Python's, and numpy's if it is loaded."""
-    numpy = sys.modules.get("numpy")
-    kept = random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(kept[0])
-        if numpy:
-            numpy.random.set_state(kept[1])

@@ -93,7 +93,7 @@ def _flat_inputs(module: fx.GraphModule, example_inputs: Sequence[Any] | None) -
 
 def _fill_constants(module: fx.GraphModule) -> None:
     """Constants of an exported graph may lack what all other nodes have."""
-    mode = _mode(module)
+    mode = fake_mode(module)
     for node in module.graph.nodes:
         if node.op == "get_attr" and facts.tensor(node) is None:
             value = _attribute(module, str(node.target))
@@ -108,7 +108,8 @@ def _attribute(module: nn.Module, path: str) -> Any:
     return value
 
 
-def _mode(module: fx.GraphModule) -> FakeTensorMode | None:
+def fake_mode(module: fx.GraphModule) -> FakeTensorMode | None:
+    """What the graph's tensor facts belong to, if they belong to anything."""
     for node in module.graph.nodes:
         value = facts.tensor(node)
         if isinstance(value, FakeTensor):
@@ -133,7 +134,7 @@ def rewritten(
     while hasattr(module, child):
         child += "_"
     module.add_submodule(child, queries)
-    mode = _mode(module)
+    mode = fake_mode(module)
     graph = module.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
     dialect = "example_value" if "example_value" in plans[0].stream.root.meta else "val"

@@ -24,6 +24,7 @@ from attnres_compile.cli.commands.run import ScriptEnded
 from attnres_compile.cli.commands.run import run as run_command
 from attnres_compile.cli.commands.transform import transform
 from attnres_compile.cli.commands.verify import verify
+from attnres_compile.cli.commands.weights import weights
 from attnres_compile.cli.kernels.command import kernels
 from attnres_compile.cli.options import BUG
 from attnres_compile.version import __version__
@@ -36,7 +37,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (inspect, transform, verify, diff, bench, kernels):
+for command in (inspect, transform, verify, diff, weights, bench, kernels):
     app.command()(command)
 app.command("run", context_settings=RUN_SETTINGS)(run_command)
 

@@ -1,4 +1,4 @@
-"""``attnres verify``: does the converted model compute what the original computes?"""
+"""``attnres verify``: is the conversion right? A table of numbers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from attnres_compile.cli.output import Output
 from attnres_compile.cli.passes import showing_passes
 from attnres_compile.cli.targets import load_target
 from attnres_compile.cli.targets.blame import blame
-from attnres_compile.config import AttnResConfig
-from attnres_compile.exactness import verify as compare
-from attnres_compile.views import terminal
+from attnres_compile.config import AttnResConfig, Lowering
+from attnres_compile.verification import check
+from attnres_compile.views import verification
 
 
 @takes_output
@@ -29,17 +29,36 @@ def verify(
         typer.Option("--keep-weights", help="Use the model's own weights; the default randomises a copy's."),
     ] = False,
     train: Annotated[bool, typer.Option("--train", help="Compare in training mode, with equal seeds.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the random weights, of dropout and of the loss.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of random weights and queries, of dropout and of the loss.")] = 0,
+    inductor: Annotated[
+        bool,
+        typer.Option(
+            "--inductor/--no-inductor", help="Compile as well, which takes most of the time; or leave that out."
+        ),
+    ] = True,
 ) -> None:
-    """Convert a copy and compare it, queries at zero, with the original: outputs and gradients, in numbers.
+    """Compare a converted copy with the original and with itself, outputs and gradients, in numbers.
 
-    Exit code 1 when they differ by more than rounding.
+    Exactness: with all queries at zero it must give what the original gives, in float64 and in float32. Agreement:
+    with random queries, eager, compiled, one-phase and two-phase must give the same. --lowering, --two-phase and
+    --fuse are for exactness alone. Exit code 1 when something differs by more than rounding.
+
+    Example: attnres verify attnres_compile.demo --num-blocks 4 --no-inductor
     """
+    lowerings: tuple[Lowering, ...] = ("eager", "inductor") if inductor else ("eager",)
     with out.working("loading the model") as says:
         loaded = load_target(target, input or (), set_ or ())
-        says("comparing with the original")
         with showing_passes(out), blame(loaded):
-            found = compare(loaded.model, loaded.inputs, config, keep_weights=keep_weights, train=train, seed=seed)
-    shown = terminal.exactness(found, loaded.name)
-    out.result(found.to_dict(), shown, terminal.verdict(found.holds, loaded.name))
+            found = check(
+                loaded.model,
+                loaded.inputs,
+                config,
+                keep_weights=keep_weights,
+                train=train,
+                seed=seed,
+                lowerings=lowerings,
+                progress=says,
+            )
+    shown = verification.table(found, loaded.name)
+    out.result(found.to_dict(), shown, verification.verdict(found, loaded.name))
     raise typer.Exit(0 if found.holds else FAILED)

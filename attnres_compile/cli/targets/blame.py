@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
-from attnres_compile.cli.targets.script import Target, arguments_of, user_code
+from attnres_compile.cli.targets.inputs import arguments_of
+from attnres_compile.cli.targets.user_code import user_code
 from attnres_compile.errors import AttnResError, CaptureError
+
+if TYPE_CHECKING:
+    from attnres_compile.cli.targets.target import Target
 
 
 @contextlib.contextmanager
 def blame(loaded: Target) -> Iterator[None]:
-    """Finds out whose error it is: a model that fails without us too has rejected its inputs."""
+    """Finds out whose error it is: a model that fails without us too has rejected its inputs.
+
+    Raises:
+        TargetError: the model's own code fails on the target's inputs.
+    """
     try:
         yield
     except Exception as error:

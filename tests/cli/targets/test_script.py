@@ -208,15 +208,15 @@ def test_missing_module(write: Write) -> None:
 def test_nonsense(write: Write) -> None:
     write("")
     for target in ("", ":model", "a b", "1x:model"):
-        assert "Give script.py, script.py:name or package.module:name" in fails(TargetError, target)
+        assert "Give script.py, script.py:name, package.module:name, hf:model_type" in fails(TargetError, target)
 
 
 def test_missing_name(write: Write) -> None:
     script = write("thing = Net()\ndef make(width): pass")
     message = fails(TargetError, f"{script}:thin")
     assert message == (
-        "script.py has no 'thin'. Did you mean thing? It holds thing (a Net), Net (class), "
-        "Wide (class, needs width, depth), make (function, needs width)"
+        "script.py has no 'thin'. Did you mean thing? It holds thing (a Net, line 13), Net (class, line 4), "
+        "Wide (class, line 10, needs width, depth), make (function, line 14, needs width)"
     )
 
 
@@ -235,13 +235,66 @@ def test_wrong_kind(write: Write, body: str, name: str, what: str) -> None:
 
 
 def test_ambiguous(write: Write) -> None:
-    message = fails(TargetError, write("a = Net()\nb = Net()"))
+    message = fails(TargetError, write("a = Net()\nif True:\n    b = Net()"))
     assert "script.py does not say which model" in message
-    assert "It holds a (a Net), b (a Net), Net (class), Wide (class, needs width, depth)" in message
-    assert "Name one of them: script.py:NAME" in message
+    lines = "a (a Net, line 13), b (a Net, line 15), Net (class, line 4), Wide (class, line 10, needs width, depth)"
+    assert f"It holds {lines}. Name one of them: script.py:NAME" in message
+    assert "attnres run" not in message
     # Which of two classes is the whole model cannot be guessed, even where only one can be made.
     assert "does not say which model" in fails(TargetError, write("", "classes.py"))
-    assert "It holds no nn.Module and no function" in fails(TargetError, write("x = 1", "none.py", head=""))
+    message = fails(TargetError, write("x = 1", "none.py", head=""))
+    assert message == "none.py holds no model. It holds no nn.Module and no function"
+
+
+TRAINING = """
+def build(config):
+    return Net(config.width)
+def main():
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, required=True)
+    return build(parser.parse_args())
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "what"),
+    [
+        (TRAINING + "main()", "", "train.py ended the process (SystemExit: 2)"),
+        (TRAINING + "if __name__ == '__main__':\n    main()", "", "train.py does not say which model"),
+        (TRAINING + "if __name__ == '__main__':\n    main()", ":build", "train.py:build needs arguments: config"),
+    ],
+)
+def test_a_script_that_builds_its_model_when_it_runs_is_to_be_run(
+    write: Write, capfd: pytest.CaptureFixture[str], body: str, name: str, what: str
+) -> None:
+    message = fails(TargetError, write(body, "train.py") + name)
+    assert what in message
+    assert "with its model converted: attnres run train.py [ITS ARGUMENTS]" in message
+
+
+def test_a_script_without_a_model_that_does_something_is_to_be_run(write: Write) -> None:
+    message = fails(TargetError, write("if __name__ == '__main__':\n    print(1)", "job.py", head=""))
+    assert "job.py holds no model. It holds no nn.Module and no function. Or run the script as it is" in message
+
+
+def test_lines_are_told_for_modules_too(write: Write) -> None:
+    write("", "package_of_lines/__init__.py", head="")
+    write("a, b = Net(), Net()", "package_of_lines/inner.py")
+    message = fails(TargetError, "package_of_lines.inner")
+    assert "a (a Net, line 13), b (a Net, line 13)" in message
+    assert "attnres run" not in message
+
+
+def test_settings_are_for_configurations(write: Write) -> None:
+    with pytest.raises(TargetError, match="--set width=3 is for hf: targets: script"):
+        load_target(write("model = Net()"), (), ["width=3"])
+
+
+def test_weights_are_no_script(write: Write) -> None:
+    Path(write("", "model.pt", head="")).write_bytes(b"\x80\x02")
+    message = fails(TargetError, "model.pt")
+    assert "model.pt is not a Python script. Its name must end in .py; weights alone, and pickled models" in message
 
 
 @pytest.mark.parametrize(
