@@ -34,6 +34,7 @@ from attnres_compile.errors import (
     RejectedStreamError,
 )
 from attnres_compile.exactness import Exactness, verify
+from attnres_compile.exporting import export as export_program
 from attnres_compile.inputs import Inputs
 from attnres_compile.passes.streams import Reason
 from attnres_compile.report import TransformReport
@@ -65,6 +66,7 @@ __all__ = [
     "__version__",
     "depth_weights",
     "explain",
+    "export_program",
     "ops",
     "pseudo_queries",
     "report",

@@ -204,7 +204,8 @@ def _unwrapped(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 _REMEDY = (
-    "Export the plain model (attnres_compile.revert), or pass the exported program to attnres_compile.rewrite_graph"
+    "Use attnres_compile.export_program(model, example_inputs); or revert it, export, and use "
+    "attnres_compile.rewrite_graph"
 )
 _NO_EXPORT = f"torch.export cannot carry the depth attention of a transformed model. {_REMEDY}"
 

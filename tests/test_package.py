@@ -56,7 +56,7 @@ def test_the_wheels_metadata(wheel: zipfile.ZipFile) -> None:
     assert f"Version: {ac.__version__}\n" in text
     assert "License-Expression: Apache-2.0\n" in text
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
-    assert set(re.findall(r"Provides-Extra: (\w+)", text)) == {"bench", "test", "examples"}
+    assert set(re.findall(r"Provides-Extra: (\w+)", text)) == {"bench", "test", "examples", "plot"}
 
 
 def test_versions_agree() -> None:
@@ -66,7 +66,7 @@ def test_versions_agree() -> None:
 def test_requirements() -> None:
     assert PROJECT["requires-python"] == ">=3.11"
     names = {re.split(r"[>=; ]", line)[0]: line for line in PROJECT["dependencies"]}
-    assert names.keys() == {"torch", "triton", "networkx", "rich", "typer"}
+    assert names.keys() == {"torch", "triton", "jinja2", "networkx", "numpy", "rich", "safetensors", "typer"}
     assert "Linux" in names["triton"]
 
 
@@ -94,6 +94,7 @@ def test_an_import_loads_no_compiler_and_no_command_line() -> None:
     code = "import sys, torch; before = set(sys.modules); import attnres_compile; print(*set(sys.modules) - before)"
     loaded = {name for name in process(code).split() if name.split(".")[0] != "attnres_compile"}
     heavy = ("torch._inductor", "torch._dynamo", "triton", "typer", "rich", "networkx", "transformers", "torch.onnx")
+    heavy += ("jinja2", "matplotlib", "safetensors")
     assert not {name for name in loaded if name.startswith(heavy)}
 
 

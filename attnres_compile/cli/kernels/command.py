@@ -136,7 +136,7 @@ def kernels(
 ) -> None:
     """Print the generated Triton kernels of a site or of a model, and compile them without a GPU.
 
-    Example: attnres kernels --sources 9 --dim 2048 --fuse add,rmsnorm --arch sm_90
+    Example: attnres kernels --sources 9 --dim 2048 --fuse rmsnorm --arch sm_90
     """
     site = {"--sources": sources, "--dim": dim, "--queries": queries}
     said = [name for name, given in site.items() if given is not None]
