@@ -107,6 +107,10 @@ def test_report_round_trip_and_shape() -> None:
         "readers": ["encoder.layers.0.norm1"],
         "sources": ["root"],
         "query": None,
+        "index": 0,
+        "kind": "other",  # a cumulative sum over tokens is no attention, and no MLP
+        "shape": [2, 3, 12],
+        "dtype": "float32",
     }
     assert stream["sites"][-1]["sources"] == ["root", "block 1", "block 2"]
 

@@ -27,7 +27,7 @@ def make(kind: type[AttnResError], **place: str) -> AttnResError:
 
 
 def test_hierarchy() -> None:
-    assert len(KINDS) == 15
+    assert len(KINDS) == 16
     assert issubclass(errors.RejectedStreamError, errors.NoStreamError)
     for kind, builtin in (
         (errors.ConfigError, ValueError),

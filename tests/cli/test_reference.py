@@ -39,7 +39,9 @@ def test_the_reference_is_the_one_on_file() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_of_the_help_is_in_the_reference(command: str) -> None:
     text = reference()
-    options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", shown(command, columns=300))) - {"--help"}
+    # The example of run has options of the script's own.
+    help_text = shown(command, columns=300).replace(example(command), "")
+    options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", help_text)) - {"--help"}
     assert {"--json", "--debug", "--quiet", "--verbose"} <= options
     for option in options:
         assert f"`{option}" in text, option
@@ -59,5 +61,5 @@ def test_examples_work_as_printed(command: str, tmp_path: Path) -> None:
     call = [sys.executable, "-c", RUN, *arguments]
     done = subprocess.run(call, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout) > 100
+    assert done.stdout.strip()
     assert "Traceback" not in done.stderr

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import attnres_compile as ac
 from attnres_compile.kernels.tuning import queries_per_kernel
 from attnres_compile.passes import sites
+from attnres_compile.passes.detect import detect
 from attnres_compile.passes.finish import finish
 from attnres_compile.passes.plan import plan
 from attnres_compile.passes.traffic import Sites, direct_bytes, two_phase_bytes
@@ -131,7 +132,7 @@ def test_every_option(options: dict[str, Any], expected: dict[str, int], dtype: 
 def test_against_the_papers_equations() -> None:
     config = ac.AttnResConfig(num_blocks=2, gain="mean", two_phase="on")
     captured = study(Stream(step, count=6), config=config, trace=by_symbolic_trace).captured
-    plans = plan(ac.api.detect(captured.module.graph, config).streams, config)
+    plans = plan(detect(captured.module.graph, config).streams, config)
     module, _ = ac.rewrite_graph(captured.module, captured.args, config)
     assert counts(module)["inter"] == 2
     queries = module.attnres.queries()
