@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from torch import Tensor, nn
 
 import attnres_compile as ac
@@ -156,3 +158,23 @@ def test_as_a_graph() -> None:
     kinds = [data["kind"] for _, data in graph.nodes(data=True)]
     assert (kinds.count("sublayer"), kinds.count("site")) == (2, 2)
     assert graph.number_of_nodes() == depth_graph(REPORT).number_of_nodes()
+
+
+def test_shown_in_a_terminal_and_in_a_notebook() -> None:
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(REPORT)
+    text = console.export_text()
+    assert "1 residual stream, 2 sublayers, 1 query, 4 parameters added" in " ".join(text.split())
+    assert "post_norm (1): why" in text
+    html = REPORT._repr_html_()
+    assert "layers.0" in html
+    assert "<script" not in html
+
+
+def test_as_a_page(tmp_path: Path) -> None:
+    REPORT.to_html(tmp_path / "report.html", title="of <mine>")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "of &lt;mine&gt;" in page
+    assert "post_norm" in page
+    with pytest.raises(ac.AttnResError, match="cannot be written"):
+        REPORT.to_html(tmp_path / "nowhere" / "report.html")
