@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,9 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     try:
         loaded = _read(file)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
         raise AttnResError(
-            f"the checkpoint {file} cannot be read: {type(error).__name__}: {first}",
-            remedy="Give a .safetensors file, or one that torch.save(model.state_dict(), file) wrote: files that "
-            "would have to run code when they are loaded are not",
+            f"the checkpoint {file} cannot be read: {_why(error)}",
+            remedy="Give a .safetensors file, or one that torch.save(model.state_dict(), file) wrote",
         ) from error
     held = [loaded.get(key) for key in KEYS] if isinstance(loaded, Mapping) else []
     for candidate in (*held, loaded):
@@ -88,6 +87,13 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         f"the checkpoint {file} holds no state_dict: it has {inside}",
         remedy=f"It may be the whole file, or stand under one of {', '.join(KEYS)}",
     )
+
+
+def _why(error: Exception) -> str:
+    # torch's own words advise to switch the safety off.
+    if isinstance(error, pickle.UnpicklingError):
+        return "it is no file of torch.save, or holds objects beside tensors, which could run code when they are loaded"
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _read(file: Path) -> Any:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
-
-import pytest
 
 LLAMA = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -64,7 +61,6 @@ def test_generation_alone(run: Any) -> None:
     assert ran.names["made"].tolist() == plain["made"].tolist()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the Trainer needs accelerate")
 def test_the_trainer(run: Any, tmp_path: Any) -> None:
     ran = run(
         f"{LLAMA}"

@@ -149,7 +149,7 @@ def bad_checkpoints(folder: Path) -> dict[str, tuple[Path, str]]:
     torch.save([1], files["text"])
     (folder / "bad.safetensors").write_bytes(b"nothing")
     return {
-        "evil": (files["evil"], "cannot be read"),
+        "evil": (files["evil"], "could run code when they are loaded"),
         "empty": (files["empty"], "cannot be read"),
         "safetensors": (folder / "bad.safetensors", "cannot be read"),
         "other": (files["other"], "holds none of the"),
