@@ -305,7 +305,7 @@ def test_help_has_an_example_that_works_as_printed() -> None:
     example = line.split("Example: attnres kernels")[1].split()
     code, out, _ = run(*example)
     assert code == 0
-    assert "mix forward, 9 sources of 2048 features in bf16, with add and rmsnorm" in out
+    assert "mix forward, 9 sources of 2048 features in bf16, with rmsnorm" in out
     assert "def attnres_mix_forward(" in out
 
 

@@ -53,7 +53,8 @@ def test_all_commands_are_known_here() -> None:
     assert sorted(listed) == sorted(COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+# The other commands' own tests run their examples.
+@pytest.mark.parametrize("command", ["inspect", "transform", "kernels"])
 def test_examples_work_as_printed(command: str, tmp_path: Path) -> None:
     name, *arguments = shlex.split(example(command))
     assert name == "attnres"
