@@ -189,6 +189,9 @@ def _with_options(
         for name, kind in options.items()
     ]
     parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != instead_of] + added
+    # Typer keeps the line breaks of a docstring beside those that it makes.
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    wrapper.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     # Typer reads both.
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
