@@ -101,7 +101,8 @@ def test_command_line_prints_what_is_shown(start: str, monkeypatch: pytest.Monke
     def steady(text: str) -> list[str]:
         # Rounding errors, where they are largest, and the lines of a library's files are no promise.
         text = re.sub(r"\d\.\de[-+]\d\d", "ERROR", text)
-        text = re.sub(r"\de-\d\d", "ALLOWED", text)
+        # So is what a model's own rounding allows; what exactness allows is one.
+        text = re.sub(r"^(?!converted)(.*) \de-\d\d ", r"\1 ALLOWED ", text, flags=re.MULTILINE)
         text = re.sub(r"(\.py):\d+", r"\1:LINE", text)
         return [" ".join(row.split()) for row in text.splitlines()]
 
