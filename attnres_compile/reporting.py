@@ -28,6 +28,7 @@ STREAM_REASONS = frozenset(
         Reason.SHARED_WEIGHTS,
         Reason.DROPOUT_ON_STREAM,
         Reason.CLAMP_ON_STREAM,
+        Reason.PARTIAL_UPDATE,
         Reason.CHECKPOINTED,
         Reason.UNKNOWN_FEATURES,
     }

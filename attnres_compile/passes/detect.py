@@ -157,6 +157,7 @@ def _refusals(chains: list[_Chain], found: Scan, memory: Memory, config: AttnRes
             for one, other in ((chain, before), (before, chain)):
                 if 2 * len(other.records) >= len(one.records):
                     refused[id(one)] = reason
+    projected = {node for node, left in found.rejections.items() if left.reason is Reason.UNRELATED_OPERANDS}
     for chain in kept:
         if id(chain) in refused:
             continue
@@ -166,8 +167,16 @@ def _refusals(chains: list[_Chain], found: Scan, memory: Memory, config: AttnRes
             refused[id(chain)] = Reason.SHARED_WEIGHTS
         elif len(chain.records) < config.min_sublayers:
             neighbour = links.get(id(chain))
-            refused[id(chain)] = neighbour[1] if neighbour else Reason.TOO_FEW_SUBLAYERS
+            refused[id(chain)] = neighbour[1] if neighbour else _alone(chain, projected)
     return refused
+
+
+def _alone(chain: _Chain, projected: set[fx.Node]) -> Reason:
+    """Why a short chain without neighbours is none: what it starts from may be a block whose skip is projected."""
+    linked = refusal.link(chain.root, projected)
+    if linked is not None and linked[1] is Reason.POST_ACTIVATION:
+        return Reason.POST_ACTIVATION
+    return Reason.TOO_FEW_SUBLAYERS
 
 
 def _shares_weights(chain: _Chain, found: Scan, memory: Memory) -> bool:

@@ -212,7 +212,7 @@ def feature_axis(branch: fx.Node, limit: int = 64) -> int | None:
             axis = _made_axis(node, value.dim()) if value is not None else None
         if axis is not None:
             for step, operand in reversed(path):
-                mapped = map_axis(step, operand, axis)
+                mapped = axis if _keeps_axes(step, operand) else map_axis(step, operand, axis)
                 if mapped is None:
                     return None
                 axis = mapped
@@ -233,11 +233,33 @@ def _made_axis(node: fx.Node, rank: int) -> int | None:
     return None if axis is None else axis % rank if rank else None
 
 
+def _keeps_axes(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether ``node`` joins tensors like ``operand``, or is a part of it, with the same dimensions in the same order."""
+    before, after = tensor(operand), tensor(node)
+    if before is None or after is None or before.dim() != after.dim():
+        return False
+    name = ops.name_of(node)
+    if name in ("getitem", "__getitem__"):
+        index = node.args[1] if len(node.args) > 1 else None
+        # Numbers and None move the dimensions behind them.
+        return isinstance(index, int) or all(
+            isinstance(i, slice) or i is Ellipsis for i in (index if isinstance(index, tuple) else (index,))
+        )
+    return name in ops.JOINS or name in ops.SLICES
+
+
 def _carrier(node: fx.Node) -> fx.Node | None:
     """The operand that gives ``node`` its shape: its own tensor re-laid or changed element by element."""
     value = tensor(node)
     if value is None:
         return None
+    if ops.name_of(node) in ops.SLICES and isinstance(whole := node.args[0], fx.Node):
+        if ops.name_of(whole) in ops.SPLITS and isinstance(whole.args[0], fx.Node):
+            # One of the pieces that a tensor was split into.
+            whole = whole.args[0]
+        return whole if _keeps_axes(node, whole) else None
+    if ops.name_of(node) in ops.JOINS:
+        return next((i for i in node.all_input_nodes if _keeps_axes(node, i) and not is_parameter_input(i)), None)
     for operand in node.all_input_nodes:
         other = tensor(operand)
         if other is None or is_parameter_input(operand):

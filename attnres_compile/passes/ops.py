@@ -73,6 +73,10 @@ TOKEN_MIXERS = frozenset(
         "module:RNN", "module:AvgPool1d", "module:AvgPool2d", "module:MaxPool2d",
     }
 )  # fmt: skip
+# Puts tensors beside each other, and takes a part along a dimension; neither changes which dimension is which.
+JOINS = frozenset({"cat", "concat", "concatenate"})
+SLICES = frozenset({"getitem", "__getitem__", "slice", "narrow"})
+SPLITS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split"})
 # Picks parts of its first operand.
 PICKS = frozenset({"index", "index_select", "gather", "take", "embedding", "__getitem__"})
 LOOKUPS = frozenset({"embedding", "embedding_bag", "module:Embedding", "module:EmbeddingBag"})

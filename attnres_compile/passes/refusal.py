@@ -23,14 +23,15 @@ def link(root: fx.Node, tails: Container[fx.Node]) -> tuple[fx.Node, Reason] | N
         tails: the ends of all chains.
 
     Returns:
-        The end and the reason that names what was found (a norm, an activation, dropout or a clamp), or
+        The end and the reason that names what was found (a norm, an activation, dropout, a clamp or a join of parts), or
         ``None`` where the chain starts from something else.
     """
     value = facts.tensor(root)
     found: fx.Node | None = None
-    names: set[str] = set()
     seen: set[fx.Node] = set()
+    walked: set[fx.Node] = set()
     todo = [root]
+    joined = False
     while todo and len(seen) < _SEARCH:
         node = todo.pop()
         if node in seen:
@@ -38,18 +39,37 @@ def link(root: fx.Node, tails: Container[fx.Node]) -> tuple[fx.Node, Reason] | N
         seen.add(node)
         if node in tails and node is not root:
             other = facts.tensor(node)
-            if other is not None and value is not None and _same_width(other, value):
+            if other is not None and value is not None and (joined or _same_width(other, value)):
                 found = found or node
             continue
         name = ops.name_of(node)
         if facts.is_parameter_input(node) or node.op == "placeholder" or not _is_local(node, name):
             continue
-        names.add(name)
+        walked.add(node)
+        # What was put together from parts may be wider or longer than the state that one part comes from.
+        joined = joined or name in ops.JOINS
         todo += node.all_input_nodes
     if found is None:
         return None
-    reason = _reason(names)
+    reason = _reason(_between(found, walked))
     return (found, reason) if reason is not None else None
+
+
+def _between(start: fx.Node, walked: set[fx.Node]) -> set[str]:
+    """What stands on the ways from ``start`` through ``walked``, by name; a dropout that does nothing is left out."""
+    names: set[str] = set()
+    seen: set[fx.Node] = set()
+    todo = [start]
+    while todo:
+        for user in todo.pop().users:
+            if user not in walked or user in seen:
+                continue
+            seen.add(user)
+            todo.append(user)
+            name = ops.name_of(user)
+            if name not in ops.DROPOUTS or not ops.dropout_is_identity(user):
+                names.add(name)
+    return names
 
 
 def _same_width(a: object, b: object) -> bool:
@@ -73,7 +93,10 @@ def _is_local(node: fx.Node, name: str) -> bool:
         or name in ops.PERMUTES
         or name in ops.SHUFFLES
         or name in ops.COPIES
-        or name in ("getitem", "expand", "detach")
+        or name in ops.JOINS
+        or name in ops.SLICES
+        or name in ops.SPLITS
+        or name in ("expand", "detach")
         or name in ops.INPLACE_ADDS
     )
 
@@ -87,6 +110,8 @@ def _reason(names: set[str]) -> Reason | None:
         return Reason.CLAMP_ON_STREAM
     if names & ops.DROPOUTS:
         return Reason.DROPOUT_ON_STREAM
+    if names & ops.JOINS:
+        return Reason.PARTIAL_UPDATE
     return None
 
 
@@ -98,6 +123,9 @@ def is_gated(record: AddRecord, scan: Scan) -> bool:
     assert record.base is not None
     if record.gated:
         return True
+    if not record.anchored:
+        # x + t * (pool(x) - x): nothing learned comes in for what goes out, so it is a weightless branch like others.
+        return False
     seen: set[fx.Node] = set()
     nodes = [term.node for term in record.terms if term.product is None]
     todo = [node for node in nodes if scan.base.get(node) is not record.base]

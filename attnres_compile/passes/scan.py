@@ -187,8 +187,9 @@ class Scanner:
                 ends[total.packed] = end
             for term in total.terms:
                 base = self.out.base[term.node]
-                scaled = base.all_input_nodes if ops.name_of(base) in ops.SCALES else ()
-                for needed in (base, *(self.out.base[i] for i in scaled)):
+                # What is scaled may be gated, what is cut may be a state of which parts are updated.
+                behind = base.all_input_nodes if ops.name_of(base) in ops.SCALES | ops.SLICES else ()
+                for needed in (base, *(self.out.base[i] for i in behind)):
                     self.needed_until[needed] = max(self.needed_until.get(needed, 0), end)
 
     def _track(self, node: fx.Node) -> None:
@@ -303,6 +304,8 @@ class Scanner:
         self._reject(node, Reason.CONSTANT_OPERAND if constant else Reason.UNRELATED_OPERANDS)
         if not constant:
             self._highway(node, operands)
+            if self._updates_a_part(node, operands):
+                self._reject(node, Reason.PARTIAL_UPDATE)
         elif len(constant) == 1:
             added = constant[0]
             other = operands[1] if added is operands[0] else operands[0]
@@ -319,6 +322,19 @@ class Scanner:
                 and facts.broadcasts_into(constant_value.shape, total.shape)
             ):
                 self.loose[node] = AddRecord(node, [added], other.node, self.out.base[other.node], adds=[node])
+
+    def _updates_a_part(self, node: fx.Node, operands: tuple[Term, Term]) -> bool:
+        """Whether this is ``cat([x[:k] + f(x), x[k:]])``: one operand a part of what the other is computed from."""
+        if not any(ops.name_of(user) in ops.JOINS for user in node.users):
+            return False
+        for this, other in (operands, operands[::-1]):
+            base = self.out.base[this.node]
+            if ops.name_of(base) not in ops.SLICES or this.product or other.product:
+                continue
+            learned = self.reach.get(other.node, 0) & self.anchored.get(other.node, 0)
+            if any(learned & self.bits.bit.get(self.out.base[whole], 0) for whole in base.all_input_nodes):
+                return True
+        return False
 
     def _highway(self, node: fx.Node, operands: tuple[Term, Term]) -> None:
         """Note ``t * f(x) + (1 - t) * x``, in which a learned gate weighs the stream itself."""

@@ -18,6 +18,7 @@ class Reason(enum.StrEnum):
     SHARED_WEIGHTS = "shared_weights"
     DROPOUT_ON_STREAM = "dropout_on_stream"
     CLAMP_ON_STREAM = "clamp_on_stream"
+    PARTIAL_UPDATE = "partial_update"
     TOO_FEW_SUBLAYERS = "too_few_sublayers"
     NO_LEARNED_BRANCH = "no_learned_branch"
     CONSTANT_OPERAND = "constant_operand"
@@ -37,6 +38,7 @@ MESSAGES = {
     Reason.SHARED_WEIGHTS: "steps of the stream share weights (a loop); depth_loops=True converts loops over depth",
     Reason.DROPOUT_ON_STREAM: "dropout acts on the stream itself between its adds",
     Reason.CLAMP_ON_STREAM: "a clamp (an overflow guard) acts on the stream itself between its adds",
+    Reason.PARTIAL_UPDATE: "between its adds the state is cut up and put together again, some parts updated and some not",
     Reason.TOO_FEW_SUBLAYERS: "the stream has fewer residual steps than min_sublayers",
     Reason.NO_LEARNED_BRANCH: "no learned contraction lies between the two operands",
     Reason.CONSTANT_OPERAND: "one operand is a parameter or a constant (a bias or a position table)",

@@ -97,6 +97,66 @@ def test_clamp_on_the_stream() -> None:
     rejected(lambda net, i, x: (x + net.f(i, x)).clamp(-3.0, 3.0), "clamp_on_stream")
 
 
+def test_post_activation_behind_projected_skips() -> None:
+    """One block per stage with a skip of its own, after one whose skip is projected, as in a small ResNet."""
+
+    def whole(net: Stream, x: Tensor) -> Tensor:
+        for i in range(0, 4, 2):
+            x = F.relu(net.branches[i](x) + net.parts[i](x))
+            x = F.relu(x + net.branches[i + 1](x))
+        return net.head(x)
+
+    model = Stream(lambda net, i, x: x, whole=whole, parts=lambda i: nn.Linear(WIDTH, WIDTH))
+    assert refused(model) == {"post_activation": 2, "unrelated_operands": 2}
+
+
+# ------------------------------------------------------------------ cut up between the adds
+
+
+def test_first_token_updated_alone() -> None:
+    """Class attention: the first token is updated by all, the others stay as they are."""
+
+    def step(net: Stream, i: int, x: Tensor) -> Tensor:
+        first = x[:, :1] + net.f(i, x).mean(1, keepdim=True)
+        return torch.cat([first, x[:, 1:]], 1)
+
+    assert refused(Stream(step)) == {"partial_update": 4}
+
+
+def test_all_but_the_first_token_updated() -> None:
+    def step(net: Stream, i: int, x: Tensor) -> Tensor:
+        x = x + net.f(i, x)
+        rest = x[:, 1:]
+        return torch.cat([x[:, :1], rest + net.parts[i](rest)], 1)
+
+    assert refused(Stream(step, parts=lambda i: nn.Linear(WIDTH, WIDTH)))["partial_update"] >= 4
+
+
+def test_some_channels_updated() -> None:
+    """The skip is added to the first channels of a wider branch."""
+
+    def whole(net: Stream, x: Tensor) -> Tensor:
+        for i in range(4):
+            f = net.parts[i](x)
+            x = torch.cat([f[..., : x.shape[-1]] + x, f[..., x.shape[-1] :]], -1)
+        return x
+
+    model = Stream(lambda net, i, x: x, whole=whole, parts=lambda i: nn.Linear(WIDTH + i, WIDTH + i + 1))
+    assert refused(model) == {"partial_update": 4}
+
+
+def test_stream_from_a_concatenation_is_converted() -> None:
+    """A token put in front before the first step cuts nothing."""
+
+    def whole(net: Stream, x: Tensor) -> Tensor:
+        x = torch.cat([x.mean(1, keepdim=True), x], 1)
+        for i in range(4):
+            x = x + net.f(i, x)
+        return net.head(x)
+
+    converted(Stream(lambda net, i, x: x, whole=whole))
+
+
 # ------------------------------------------------------------------ gates
 
 
@@ -127,6 +187,17 @@ def test_gated_branch_is_no_gated_stream() -> None:
         lambda net, i, x: x + torch.sigmoid(net.parts[i](x)) * net.f(i, x), parts=lambda i: nn.Linear(WIDTH, WIDTH)
     )
     converted(model)
+
+
+def test_difference_from_a_pool_is_no_gate() -> None:
+    """``x + t * (pool(x) - x)``, a weightless mixer, stands in the stream like any weightless branch."""
+
+    def step(net: Stream, i: int, x: Tensor) -> Tensor:
+        if i % 2:
+            return x + 0.5 * (F.avg_pool1d(x, 3, 1, 1) - x)
+        return x + net.f(i, x)
+
+    converted(Stream(step, count=5), sublayers=5)
 
 
 # ------------------------------------------------------------------ loops

@@ -128,6 +128,21 @@ def test_channels_first_stream() -> None:
     assert outcome.report.streams[0].feature_dim == WIDTH
 
 
+def test_channels_first_branches_joined_from_pieces() -> None:
+    """The branch ends in a concatenation of channels, cut to size, and a slice of a split."""
+
+    def whole(net: Stream, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        for i in range(net.count):
+            f = net.parts[i](x)
+            left, right = f.chunk(2, dim=1)
+            x = x + torch.cat([left, right.sigmoid(), left], 1)[:, :WIDTH] if i % 2 else x + f[:, :WIDTH]
+        return net.head(x.transpose(1, 2))
+
+    model = Stream(lambda net, i, x: x, whole=whole, parts=lambda i: nn.Conv1d(WIDTH, WIDTH + 2, 3, padding=1))
+    assert converted(model).report.streams[0].feature_dim == WIDTH
+
+
 def test_features_move_along_the_stream() -> None:
     """Two adds channels-last, two channels-first."""
 
