@@ -24,6 +24,7 @@ STREAM_REASONS = frozenset(
         Reason.POST_NORM,
         Reason.POST_ACTIVATION,
         Reason.GATED,
+        Reason.MULTI_LANE,
         Reason.MUTATED,
         Reason.SHARED_WEIGHTS,
         Reason.DROPOUT_ON_STREAM,

@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from attnres_compile.errors import LoweringError
 from attnres_compile.passes import ops
 
 # Key in ``node.meta`` of the region that a node belongs to.
@@ -25,33 +26,37 @@ REGION = "attnres_region"
 
 @dataclass(frozen=True)
 class Region:
-    """A region that was opened: what calls its body, how, and what the body says of itself."""
+    """A region that was opened: what calls its body, how, what the body says of itself, and which region holds it."""
 
     target: Any
     kwargs: dict[str, Any]
     meta: dict[str, Any]
     body_meta: dict[str, Any]
+    parent: int | None = None
 
 
 def open_regions(module: fx.GraphModule) -> list[Region]:
-    """Put the bodies of checkpointed regions in place of their calls, in ``module.graph``.
+    """Put the bodies of checkpointed regions in place of their calls, in ``module.graph``, from the outside in.
 
-    A region that holds another one, or constants of its own, stays closed.
+    A region whose body calls modules stays closed.
 
     Returns:
-        The regions, by the number that their nodes carry in ``meta``.
+        The regions, by the number that their nodes carry in ``meta``: that of the innermost one. A region that holds
+        another one has the lower number.
     """
     regions: list[Region] = []
-    for node in list(module.graph.nodes):
+    waiting = list(module.graph.nodes)
+    while waiting:
+        node = waiting.pop(0)
         if ops.name_of(node) not in ops.CHECKPOINTS or not node.args or not isinstance(node.args[0], fx.Node):
             continue
         body = _body(module, node.args[0])
-        if body is None or any(n.op in ("get_attr", "call_module") for n in body.graph.nodes):
+        if body is None or any(n.op == "call_module" for n in body.graph.nodes):
             continue
         if any(user.target is not operator.getitem for user in node.users):
             continue
-        _inline(module.graph, node, body, len(regions))
-        regions.append(Region(node.target, dict(node.kwargs), dict(node.meta), dict(body.meta)))
+        regions.append(Region(node.target, dict(node.kwargs), dict(node.meta), dict(body.meta), node.meta.get(REGION)))
+        waiting = [*_inline(module, node, body, len(regions) - 1), *waiting]
     return regions
 
 
@@ -60,9 +65,12 @@ def _body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     return body if isinstance(body, fx.GraphModule) else None
 
 
-def _inline(graph: fx.Graph, call: fx.Node, body: fx.GraphModule, number: int) -> None:
+def _inline(module: fx.GraphModule, call: fx.Node, body: fx.GraphModule, number: int) -> list[fx.Node]:
+    """Put ``body`` in the place of ``call``; returns the nodes that it became."""
+    graph = module.graph
     inner = [node for node in body.graph.nodes if node.op == "placeholder"]
     values: dict[fx.Node, Any] = dict(zip(inner, call.args[1:], strict=True))
+    made: list[fx.Node] = []
     results: Any = ()
     with graph.inserting_before(call):
         for node in body.graph.nodes:
@@ -73,23 +81,46 @@ def _inline(graph: fx.Graph, call: fx.Node, body: fx.GraphModule, number: int) -
                 continue
             copied = graph.node_copy(node, lambda n: values[n])
             copied.meta = {**node.meta, REGION: number}
+            if node.op == "get_attr":
+                copied.target = _adopt(module, body, node)
+                if _body(module, copied) is None:
+                    # A constant is no matter of recomputation: it is made outside, and handed in.
+                    del copied.meta[REGION]
             values[node] = copied
+            made.append(copied)
     for user in list(call.users):
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
+    attribute = call.all_input_nodes[0]
     graph.erase_node(call)
+    if not attribute.users:
+        graph.erase_node(attribute)
+    return made
+
+
+def _adopt(module: fx.GraphModule, body: fx.GraphModule, node: fx.Node) -> str:
+    """Give ``module`` the attribute that ``node`` reads from ``body``; returns its name there."""
+    value = operator.attrgetter(str(node.target))(body)
+    name = next(
+        name for at in itertools.count() if not hasattr(module, name := f"{node.target}_{at}".replace(".", "_"))
+    )
+    if isinstance(value, nn.Module):
+        module.add_submodule(name, value)
+    else:
+        setattr(module, name, value)
+    return name
 
 
 def close_regions(module: fx.GraphModule, regions: list[Region]) -> None:
-    """Fold each region of ``module.graph`` into a checkpointed call again."""
+    """Fold each region of ``module.graph`` into a checkpointed call again, from the inside out."""
     if not regions:
         return
-    members: dict[int, list[fx.Node]] = {}
-    for node in module.graph.nodes:
-        if REGION in node.meta:
-            members.setdefault(node.meta[REGION], []).append(node)
-    for number, nodes in members.items():
-        _fold(module, regions[number], nodes, number)
+    for number in reversed(range(len(regions))):
+        nodes = [node for node in module.graph.nodes if node.meta.get(REGION) == number]
+        if nodes:
+            _fold(module, regions[number], nodes, number)
+        if regions[number].parent is not None:
+            _sort(module.graph)
     _sort(module.graph)
     module.delete_all_unused_submodules()
     module.recompile()
@@ -109,7 +140,9 @@ def _fold(module: fx.GraphModule, region: Region, nodes: list[fx.Node], number: 
         values[node] = body.node_copy(node, lambda n: values[n])
         values[node].meta = {k: v for k, v in node.meta.items() if k != REGION}
     body.output(tuple(values[node] for node in results))
-    inner = fx.GraphModule(nn.Module(), body)
+    # Bodies of the regions that this one holds go into it.
+    held = {str(node.target): getattr(module, str(node.target)) for node in nodes if node.op == "get_attr"}
+    inner = fx.GraphModule(held, body)
     inner.meta = dict(region.body_meta)
     name = f"attnres_region_{number}"
     module.add_submodule(name, inner)
@@ -118,13 +151,15 @@ def _fold(module: fx.GraphModule, region: Region, nodes: list[fx.Node], number: 
     with graph.inserting_after(attribute):
         call = graph.call_function(region.target, (attribute, *operands), region.kwargs)
     call.meta = dict(region.meta)
+    outer = {} if region.parent is None else {REGION: region.parent}
+    attribute.meta = dict(outer)
     key = "example_value" if "example_value" in nodes[-1].meta else "val"
     call.meta[key] = tuple(node.meta.get(key) for node in results)
     last = call
     for index, node in enumerate(results):
         with graph.inserting_after(last):
             last = graph.call_function(operator.getitem, (call, index))
-        last.meta = {k: v for k, v in node.meta.items() if k != REGION}
+        last.meta = {k: v for k, v in node.meta.items() if k != REGION} | outer
         node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in inside)
     for node in reversed(nodes):
         graph.erase_node(node)
@@ -145,6 +180,12 @@ def _sort(graph: fx.Graph) -> None:
             waiting[user] -= 1
             if not waiting[user]:
                 heapq.heappush(ready, place[user])
+    if len(ordered) < len(nodes):
+        stuck = next(node for node in nodes if waiting[node])
+        raise LoweringError(
+            f"a checkpointed region would have to run before and after {stuck.name!r}",
+            remedy="Please report this with the model; turning checkpointing off avoids it",
+        )
     for before, node in itertools.pairwise(ordered):
         before.append(node)
 

@@ -45,8 +45,9 @@ def detect(graph: fx.Graph, config: AttnResConfig | None = None) -> Detection:
     rejections = dict(found.rejections)
     for node in found.checkpoints:
         rejections[node] = Rejection(Reason.CHECKPOINTED, node)
-    for node in refusal.highways(found, config.min_sublayers):
-        rejections[node] = Rejection(Reason.GATED, node)
+    for starts, named in ((found.highways, Reason.GATED), (found.lanes, Reason.MULTI_LANE)):
+        for node in refusal.in_a_row(starts, config.min_sublayers):
+            rejections[node] = Rejection(named, node)
     chains = [_trim(chain) for chain in _chains(found, memory)]
     refused = _refusals(chains, found, memory, config)
     streams: list[ResidualStream] = []

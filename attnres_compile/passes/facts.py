@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -234,7 +235,7 @@ def _made_axis(node: fx.Node, rank: int) -> int | None:
 
 
 def _keeps_axes(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether ``node`` joins tensors like ``operand``, or is a part of it, with the same dimensions in the same order."""
+    """Whether ``node`` joins tensors like ``operand`` or is a part of it, with all dimensions where they were."""
     before, after = tensor(operand), tensor(node)
     if before is None or after is None or before.dim() != after.dim():
         return False
@@ -260,6 +261,7 @@ def _carrier(node: fx.Node) -> fx.Node | None:
         return whole if _keeps_axes(node, whole) else None
     if ops.name_of(node) in ops.JOINS:
         return next((i for i in node.all_input_nodes if _keeps_axes(node, i) and not is_parameter_input(i)), None)
+    largest, size = None, 0
     for operand in node.all_input_nodes:
         other = tensor(operand)
         if other is None or is_parameter_input(operand):
@@ -268,4 +270,9 @@ def _carrier(node: fx.Node) -> fx.Node | None:
             return operand
         if ops.name_of(node) in ops.RESHAPES | ops.PERMUTES:
             return operand
-    return None
+        # An outer product, weights per lane times features: the features are many.
+        if ops.name_of(node) in ops.SCALES and broadcasts_into(other.shape, value.shape):
+            known = [n for n in other.shape if isinstance(n, int)]
+            if math.prod(known) > size:
+                largest, size = operand, math.prod(known)
+    return largest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 from torch import fx
 
@@ -23,8 +23,8 @@ def link(root: fx.Node, tails: Container[fx.Node]) -> tuple[fx.Node, Reason] | N
         tails: the ends of all chains.
 
     Returns:
-        The end and the reason that names what was found (a norm, an activation, dropout, a clamp or a join of parts), or
-        ``None`` where the chain starts from something else.
+        The end and the reason that names what was found (a norm, an activation, dropout, a clamp or a join of
+        parts), or ``None`` where the chain starts from something else.
     """
     value = facts.tensor(root)
     found: fx.Node | None = None
@@ -147,16 +147,21 @@ def is_gated(record: AddRecord, scan: Scan) -> bool:
     return False
 
 
-def highways(scan: Scan, least: int) -> list[fx.Node]:
-    """The adds of streams of the form ``t * f(x) + (1 - t) * x``, ``least`` or more in a row."""
+def in_a_row(starts: Mapping[fx.Node, fx.Node], least: int) -> list[fx.Node]:
+    """The adds of which each starts from the one before, ``least`` or more in a row.
+
+    Args:
+        starts: adds in graph order, each with what it starts from.
+        least: the shortest row that counts.
+    """
     length: dict[fx.Node, int] = {}
     follows: dict[fx.Node, fx.Node] = {}
-    for node, base in scan.highways.items():
+    for node, base in starts.items():
         length[node] = 1 + length.get(base, 0)
         if base in length:
             follows[base] = node
     found: set[fx.Node] = set()
-    for node in reversed(scan.highways):
+    for node in reversed(starts):
         if length[node] >= least or follows.get(node) in found:
             found.add(node)
-    return [node for node in scan.highways if node in found]
+    return [node for node in starts if node in found]

@@ -32,6 +32,7 @@ class Scan:
         carried: for each such op the operand whose elements it hands on.
         contractions: learned contractions in graph order, each with the node of its weight.
         highways: ``t * f(x) + (1 - t) * x`` by its add, each with the origin of its ``x``.
+        lanes: the same for ``f(x) + matmul(m, x)``, where ``m`` is computed and mixes lanes of ``x``.
         checkpoints: activation-checkpointed regions.
     """
 
@@ -42,6 +43,7 @@ class Scan:
     carried: dict[fx.Node, fx.Node] = field(default_factory=dict)
     contractions: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
     highways: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    lanes: dict[fx.Node, fx.Node] = field(default_factory=dict)
     checkpoints: list[fx.Node] = field(default_factory=list)
 
 
@@ -188,7 +190,8 @@ class Scanner:
             for term in total.terms:
                 base = self.out.base[term.node]
                 # What is scaled may be gated, what is cut may be a state of which parts are updated.
-                behind = base.all_input_nodes if ops.name_of(base) in ops.SCALES | ops.SLICES else ()
+                looked_at = ops.name_of(base) in ops.SCALES | ops.SLICES or self._mixes_lanes(base)
+                behind = base.all_input_nodes if looked_at else ()
                 for needed in (base, *(self.out.base[i] for i in behind)):
                     self.needed_until[needed] = max(self.needed_until.get(needed, 0), end)
 
@@ -337,15 +340,24 @@ class Scanner:
         return False
 
     def _highway(self, node: fx.Node, operands: tuple[Term, Term]) -> None:
-        """Note ``t * f(x) + (1 - t) * x``, in which a learned gate weighs the stream itself."""
+        """Note ``t * f(x) + (1 - t) * x``, in which a learned gate weighs the stream, or mixes its lanes."""
         for this, other in (operands, operands[::-1]):
-            if ops.name_of(this.node) not in ops.SCALES or this.product or other.product:
+            mixed = self.out.base[this.node]
+            lanes = self._mixes_lanes(mixed)
+            weighed = mixed if lanes else this.node
+            if this.product or other.product or not (lanes or ops.name_of(weighed) in ops.SCALES):
                 continue
             reached = self.reach.get(other.node, 0) & self.anchored.get(other.node, 0)
-            for factor in this.node.all_input_nodes:
+            for factor in weighed.all_input_nodes:
                 base = self.out.base[factor]
                 if reached & self.bits.bit.get(base, 0):
-                    self.out.highways[node] = base
+                    (self.out.lanes if lanes else self.out.highways)[node] = base
+
+    def _mixes_lanes(self, node: fx.Node) -> bool:
+        """Whether ``node`` multiplies two computed tensors, as the lanes of a state by their weights."""
+        inputs = node.all_input_nodes
+        contracts = ops.name_of(node) in ops.CONTRACTIONS and len(inputs) == 2
+        return contracts and not any(self.constant[operand] for operand in inputs)
 
     def _reject(self, node: fx.Node, reason: Reason, detail: str = "") -> None:
         self.out.rejections[node] = Rejection(reason, node, detail)

@@ -14,6 +14,7 @@ class Reason(enum.StrEnum):
     POST_NORM = "post_norm"
     POST_ACTIVATION = "post_activation"
     GATED = "gated"
+    MULTI_LANE = "multi_lane"
     MUTATED = "mutated"
     SHARED_WEIGHTS = "shared_weights"
     DROPOUT_ON_STREAM = "dropout_on_stream"
@@ -34,11 +35,12 @@ MESSAGES = {
     Reason.POST_NORM: "the stream is normalised between its adds (post-norm), so it is no plain running sum",
     Reason.POST_ACTIVATION: "an activation stands on the stream between its adds (post-activation)",
     Reason.GATED: "the branch holds a multiple of the stream itself (a gated or interpolated residual)",
+    Reason.MULTI_LANE: "the state has lanes that a computed matrix mixes between adds (hyper-connections)",
     Reason.MUTATED: "a tensor of the stream is written in place where that cannot be undone safely",
     Reason.SHARED_WEIGHTS: "steps of the stream share weights (a loop); depth_loops=True converts loops over depth",
     Reason.DROPOUT_ON_STREAM: "dropout acts on the stream itself between its adds",
     Reason.CLAMP_ON_STREAM: "a clamp (an overflow guard) acts on the stream itself between its adds",
-    Reason.PARTIAL_UPDATE: "between its adds the state is cut up and put together again, some parts updated and some not",
+    Reason.PARTIAL_UPDATE: "between its adds the state is cut up and joined again, some parts updated and some not",
     Reason.TOO_FEW_SUBLAYERS: "the stream has fewer residual steps than min_sublayers",
     Reason.NO_LEARNED_BRANCH: "no learned contraction lies between the two operands",
     Reason.CONSTANT_OPERAND: "one operand is a parameter or a constant (a bias or a position table)",

@@ -386,3 +386,54 @@ def test_strict_does_not_mind_other_adds() -> None:
         parts=lambda i: Bag(bias=torch.ones(WIDTH)),
     )
     converted(model, config=ac.AttnResConfig(strict=True))
+
+
+# ------------------------------------------------------------------ lanes
+
+
+class Lanes(nn.Module):
+    """Lanes read by weights, written to by others; ``mixed``: a computed matrix mixes them at each write."""
+
+    def __init__(self, mixed: bool) -> None:
+        super().__init__()
+        self.read, self.write = nn.Linear(3 * WIDTH, 3), nn.Linear(3 * WIDTH, 3)
+        self.mix = nn.Linear(3 * WIDTH, 9) if mixed else None
+        self.branch = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = F.layer_norm(x.flatten(-2), (3 * WIDTH,))
+        f = self.branch((self.read(flat).sigmoid().unsqueeze(-1) * x).sum(-2))
+        written = self.write(flat).sigmoid().unsqueeze(-1) * f.unsqueeze(-2)
+        if self.mix is None:
+            return written + x
+        return written + torch.matmul(self.mix(flat).unflatten(-1, (3, 3)).softmax(-1), x)
+
+
+def lanes(mixed: bool) -> Stream:
+    def whole(net: Stream, x: Tensor) -> Tensor:
+        x = x.unsqueeze(-2).expand(-1, -1, 3, -1)
+        for part in net.parts:
+            x = part(x)
+        return net.head(x.sum(-2))
+
+    return Stream(lambda net, i, x: x, whole=whole, parts=lambda i: Lanes(mixed))
+
+
+def test_lanes_mixed_by_a_computed_matrix() -> None:
+    assert refused(lanes(mixed=True)) == {"multi_lane": 4}
+
+
+def test_lanes_that_are_only_added_to() -> None:
+    assert converted(lanes(mixed=False)).report.streams[0].feature_dim == WIDTH
+
+
+def test_sum_of_attention_and_a_convolution_has_no_lanes() -> None:
+    """``attention @ v + conv(v)`` inside a branch multiplies two computed tensors, too."""
+
+    def step(net: Stream, i: int, x: Tensor) -> Tensor:
+        v = net.f(i, x)
+        return x + net.parts[i][0](v.matmul(v.mT).softmax(-1).matmul(v) + net.parts[i][1](v))
+
+    parts = lambda i: nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])  # noqa: E731
+    outcome = converted(Stream(step, parts=parts))
+    assert set(outcome.reasons) == {"unrelated_operands"}
