@@ -8,6 +8,7 @@ definition and use. What a region does not return is recomputed, as before.
 
 from __future__ import annotations
 
+import collections
 import heapq
 import itertools
 import operator
@@ -45,9 +46,9 @@ def open_regions(module: fx.GraphModule) -> list[Region]:
         another one has the lower number.
     """
     regions: list[Region] = []
-    waiting = list(module.graph.nodes)
+    waiting = collections.deque(module.graph.nodes)
     while waiting:
-        node = waiting.pop(0)
+        node = waiting.popleft()
         if ops.name_of(node) not in ops.CHECKPOINTS or not node.args or not isinstance(node.args[0], fx.Node):
             continue
         body = _body(module, node.args[0])
@@ -56,7 +57,7 @@ def open_regions(module: fx.GraphModule) -> list[Region]:
         if any(user.target is not operator.getitem for user in node.users):
             continue
         regions.append(Region(node.target, dict(node.kwargs), dict(node.meta), dict(body.meta), node.meta.get(REGION)))
-        waiting = [*_inline(module, node, body, len(regions) - 1), *waiting]
+        waiting.extendleft(reversed(_inline(module, node, body, len(regions) - 1)))
     return regions
 
 
@@ -115,15 +116,27 @@ def close_regions(module: fx.GraphModule, regions: list[Region]) -> None:
     """Fold each region of ``module.graph`` into a checkpointed call again, from the inside out."""
     if not regions:
         return
+    members = _members(module.graph)
+    holders = {region.parent for region in regions}
     for number in reversed(range(len(regions))):
-        nodes = [node for node in module.graph.nodes if node.meta.get(REGION) == number]
-        if nodes:
-            _fold(module, regions[number], nodes, number)
-        if regions[number].parent is not None:
+        if number in holders:
+            # Calls of the regions in this one came into it.
             _sort(module.graph)
+            members = _members(module.graph)
+        if number in members:
+            _fold(module, regions[number], members[number], number)
     _sort(module.graph)
     module.delete_all_unused_submodules()
     module.recompile()
+
+
+def _members(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """The nodes of each region, those of regions inside it left out, in order."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if REGION in node.meta:
+            found.setdefault(node.meta[REGION], []).append(node)
+    return found
 
 
 def _fold(module: fx.GraphModule, region: Region, nodes: list[fx.Node], number: int) -> None:

@@ -45,7 +45,12 @@ def detect(graph: fx.Graph, config: AttnResConfig | None = None) -> Detection:
     rejections = dict(found.rejections)
     for node in found.checkpoints:
         rejections[node] = Rejection(Reason.CHECKPOINTED, node)
-    for starts, named in ((found.highways, Reason.GATED), (found.lanes, Reason.MULTI_LANE)):
+    mixtures = (
+        (found.highways, Reason.GATED),
+        (found.lanes, Reason.MULTI_LANE),
+        (found.shifted, Reason.SHIFTED_STREAM),
+    )
+    for starts, named in mixtures:
         for node in refusal.in_a_row(starts, config.min_sublayers):
             rejections[node] = Rejection(named, node)
     chains = [_trim(chain) for chain in _chains(found, memory)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from attnres_compile.passes import facts, ops
+from attnres_compile.passes import facts, lookalikes, ops
 from attnres_compile.passes.bits import Bits
 from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.sides import AddRecord, Side
@@ -32,6 +32,7 @@ class Scan:
         carried: for each such op the operand whose elements it hands on.
         contractions: learned contractions in graph order, each with the node of its weight.
         highways: ``t * f(x) + (1 - t) * x`` by its add, each with the origin of its ``x``.
+        shifted: the same for ``(x + constant) + f(x)``, where something is done to the first sum in between.
         lanes: the same for ``f(x) + matmul(m, x)``, where ``m`` is computed and mixes lanes of ``x``.
         checkpoints: activation-checkpointed regions.
     """
@@ -43,6 +44,7 @@ class Scan:
     carried: dict[fx.Node, fx.Node] = field(default_factory=dict)
     contractions: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
     highways: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    shifted: dict[fx.Node, fx.Node] = field(default_factory=dict)
     lanes: dict[fx.Node, fx.Node] = field(default_factory=dict)
     checkpoints: list[fx.Node] = field(default_factory=list)
 
@@ -56,6 +58,7 @@ class Scanner:
         self.learned: dict[fx.Node, bool] = {}
         self.rank: dict[fx.Node, int] = {}
         self.weight: dict[fx.Node, fx.Node | None] = {}
+        self.called: dict[int, fx.Node] = {}
         self.tree: dict[fx.Node, fx.Node] = {}
         # x + constant that only another add reads: part of that one if it turns out to be a step.
         self.loose: dict[fx.Node, AddRecord] = {}
@@ -189,9 +192,7 @@ class Scanner:
                 ends[total.packed] = end
             for term in total.terms:
                 base = self.out.base[term.node]
-                # What is scaled may be gated, what is cut may be a state of which parts are updated.
-                looked_at = ops.name_of(base) in ops.SCALES | ops.SLICES or self._mixes_lanes(base)
-                behind = base.all_input_nodes if looked_at else ()
+                behind = lookalikes.looked_behind(self, base)
                 for needed in (base, *(self.out.base[i] for i in behind)):
                     self.needed_until[needed] = max(self.needed_until.get(needed, 0), end)
 
@@ -216,11 +217,18 @@ class Scanner:
                 data = data[1:]
             for operand in data:
                 anchored |= self.reach.get(operand, 0)
-            self.out.contractions.append((node, self.weight.get(weight) or weight))
+            self.out.contractions.append((node, self._origin(weight)))
         if reach:
             self.reach[node] = reach
         if anchored:
             self.anchored[node] = anchored
+
+    def _origin(self, weight: fx.Node) -> fx.Node:
+        """Where a weight comes from; a module that is called again has its weights from its first call."""
+        module = ops.module_of(weight)
+        if module is not None:
+            return self.called.setdefault(id(module), weight)
+        return self.weight.get(weight) or weight
 
     # -------------------------------------------------- adds
 
@@ -306,8 +314,9 @@ class Scanner:
         constant = [t for t in operands if self.constant[t.node] and t.product is None]
         self._reject(node, Reason.CONSTANT_OPERAND if constant else Reason.UNRELATED_OPERANDS)
         if not constant:
-            self._highway(node, operands)
-            if self._updates_a_part(node, operands):
+            lookalikes.note_mixture(self, node, operands)
+            lookalikes.note_shift(self, node, operands)
+            if lookalikes.updates_a_part(self, node, operands):
                 self._reject(node, Reason.PARTIAL_UPDATE)
         elif len(constant) == 1:
             added = constant[0]
@@ -325,39 +334,6 @@ class Scanner:
                 and facts.broadcasts_into(constant_value.shape, total.shape)
             ):
                 self.loose[node] = AddRecord(node, [added], other.node, self.out.base[other.node], adds=[node])
-
-    def _updates_a_part(self, node: fx.Node, operands: tuple[Term, Term]) -> bool:
-        """Whether this is ``cat([x[:k] + f(x), x[k:]])``: one operand a part of what the other is computed from."""
-        if not any(ops.name_of(user) in ops.JOINS for user in node.users):
-            return False
-        for this, other in (operands, operands[::-1]):
-            base = self.out.base[this.node]
-            if ops.name_of(base) not in ops.SLICES or this.product or other.product:
-                continue
-            learned = self.reach.get(other.node, 0) & self.anchored.get(other.node, 0)
-            if any(learned & self.bits.bit.get(self.out.base[whole], 0) for whole in base.all_input_nodes):
-                return True
-        return False
-
-    def _highway(self, node: fx.Node, operands: tuple[Term, Term]) -> None:
-        """Note ``t * f(x) + (1 - t) * x``, in which a learned gate weighs the stream, or mixes its lanes."""
-        for this, other in (operands, operands[::-1]):
-            mixed = self.out.base[this.node]
-            lanes = self._mixes_lanes(mixed)
-            weighed = mixed if lanes else this.node
-            if this.product or other.product or not (lanes or ops.name_of(weighed) in ops.SCALES):
-                continue
-            reached = self.reach.get(other.node, 0) & self.anchored.get(other.node, 0)
-            for factor in weighed.all_input_nodes:
-                base = self.out.base[factor]
-                if reached & self.bits.bit.get(base, 0):
-                    (self.out.lanes if lanes else self.out.highways)[node] = base
-
-    def _mixes_lanes(self, node: fx.Node) -> bool:
-        """Whether ``node`` multiplies two computed tensors, as the lanes of a state by their weights."""
-        inputs = node.all_input_nodes
-        contracts = ops.name_of(node) in ops.CONTRACTIONS and len(inputs) == 2
-        return contracts and not any(self.constant[operand] for operand in inputs)
 
     def _reject(self, node: fx.Node, reason: Reason, detail: str = "") -> None:
         self.out.rejections[node] = Rejection(reason, node, detail)

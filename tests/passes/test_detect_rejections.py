@@ -437,3 +437,25 @@ def test_sum_of_attention_and_a_convolution_has_no_lanes() -> None:
     parts = lambda i: nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])  # noqa: E731
     outcome = converted(Stream(step, parts=parts))
     assert set(outcome.reasons) == {"unrelated_operands"}
+
+
+# ------------------------------------------------------------------ constants on the stream
+
+
+def test_constant_added_to_the_stream_itself() -> None:
+    """``(x + b) * a + f(x)``, with learned vectors a and b."""
+    parts = lambda i: Bag(a=torch.ones(WIDTH), b=torch.zeros(WIDTH))  # noqa: E731
+    model = Stream(lambda net, i, x: (x + net.parts[i].b) * net.parts[i].a + net.f(i, x), parts=parts)
+    assert refused(model) == {"shifted_stream": 4, "constant_operand": 4}
+
+
+def test_constant_beside_the_branch() -> None:
+    parts = lambda i: Bag(b=torch.zeros(WIDTH))  # noqa: E731
+    converted(Stream(lambda net, i, x: (x + net.parts[i].b) + net.f(i, x), parts=parts))
+
+
+# ------------------------------------------------------------------ loops over modules
+
+
+def test_loop_over_one_module_is_seen_in_graphs_that_call_modules() -> None:
+    assert set(refused(Stream(lambda net, i, x: x + net.f(0, x)), trace=by_symbolic_trace)) == {"shared_weights"}
