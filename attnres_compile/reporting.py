@@ -25,6 +25,7 @@ STREAM_REASONS = frozenset(
         Reason.POST_ACTIVATION,
         Reason.GATED,
         Reason.MULTI_LANE,
+        Reason.DEPTH_ATTENTION,
         Reason.SHIFTED_STREAM,
         Reason.MUTATED,
         Reason.SHARED_WEIGHTS,

@@ -169,6 +169,8 @@ def _refusals(chains: list[_Chain], found: Scan, memory: Memory, config: AttnRes
             continue
         if any(refusal.is_gated(record, found) for record in chain.records):
             refused[id(chain)] = Reason.GATED
+        elif refusal.attends_over_depth([chain.root, *(record.node for record in chain.records)], found):
+            refused[id(chain)] = Reason.DEPTH_ATTENTION
         elif not config.depth_loops and _shares_weights(chain, found, memory):
             refused[id(chain)] = Reason.SHARED_WEIGHTS
         elif len(chain.records) < config.min_sublayers:

@@ -75,6 +75,8 @@ TOKEN_MIXERS = frozenset(
 )  # fmt: skip
 # Puts tensors beside each other, and takes a part along a dimension; neither changes which dimension is which.
 JOINS = frozenset({"cat", "concat", "concatenate"})
+STACKS = frozenset({"stack", "vstack", "hstack", "dstack"})
+SOFTMAXES = frozenset({"softmax", "_softmax", "_safe_softmax", "log_softmax", "module:Softmax"})
 SLICES = frozenset({"getitem", "__getitem__", "slice", "narrow"})
 SPLITS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split"})
 # Picks parts of its first operand.

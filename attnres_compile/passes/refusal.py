@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 
 from torch import fx
 
@@ -144,6 +144,45 @@ def is_gated(record: AddRecord, scan: Scan) -> bool:
             todo += [i for i in node.all_input_nodes if facts.is_float(i)]
         elif scan.base.get(node) is not node:
             todo.append(scan.base[node])
+    return False
+
+
+def attends_over_depth(states: Sequence[fx.Node], scan: Scan) -> bool:
+    """Whether most of ``states`` are put beside others along a new dimension that a softmax then weighs."""
+    joins = {join for state in states if (join := _weighed_join(state, scan)) is not None}
+    return 2 * len(joins) >= len(states)
+
+
+def _weighed_join(state: fx.Node, scan: Scan) -> fx.Node | None:
+    value = facts.tensor(state)
+    carried, todo = {state}, [state]
+    while todo and value is not None:
+        for user in todo.pop().users:
+            made = facts.tensor(user)
+            name = ops.name_of(user)
+            if made is None or user in carried:
+                continue
+            if scan.base.get(user) is scan.base.get(state) and user not in scan.steps:
+                carried.add(user)
+                todo.append(user)
+            elif name in ops.JOINS | ops.STACKS and made.dim() == value.dim() + 1 and _is_weighed(user):
+                return user
+    return None
+
+
+def _is_weighed(node: fx.Node) -> bool:
+    """Whether a softmax or an operator that attends is among the next things computed from ``node``."""
+    seen: set[fx.Node] = set()
+    todo = [node]
+    while todo and len(seen) < _SEARCH:
+        for user in todo.pop(0).users:
+            if user in seen:
+                continue
+            seen.add(user)
+            name = ops.name_of(user)
+            if name in ops.SOFTMAXES or any(mark in name.lower() for mark in ops.ATTENTION_MARKS):
+                return True
+            todo.append(user)
     return False
 
 

@@ -15,6 +15,7 @@ class Reason(enum.StrEnum):
     POST_ACTIVATION = "post_activation"
     GATED = "gated"
     MULTI_LANE = "multi_lane"
+    DEPTH_ATTENTION = "depth_attention"
     SHIFTED_STREAM = "shifted_stream"
     MUTATED = "mutated"
     SHARED_WEIGHTS = "shared_weights"
@@ -37,6 +38,7 @@ MESSAGES = {
     Reason.POST_ACTIVATION: "an activation stands on the stream between its adds (post-activation)",
     Reason.GATED: "the branch holds a multiple of the stream itself (a gated or interpolated residual)",
     Reason.MULTI_LANE: "the state has lanes that a computed matrix mixes between adds (hyper-connections)",
+    Reason.DEPTH_ATTENTION: "the model attends over its own depth already: a softmax weighs its stacked states",
     Reason.SHIFTED_STREAM: "a constant is added to the state itself, and more is done to it before the next add",
     Reason.MUTATED: "a tensor of the stream is written in place where that cannot be undone safely",
     Reason.SHARED_WEIGHTS: "steps of the stream share weights (a loop); depth_loops=True converts loops over depth",

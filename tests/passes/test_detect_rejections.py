@@ -459,3 +459,35 @@ def test_constant_beside_the_branch() -> None:
 
 def test_loop_over_one_module_is_seen_in_graphs_that_call_modules() -> None:
     assert set(refused(Stream(lambda net, i, x: x + net.f(0, x)), trace=by_symbolic_trace)) == {"shared_weights"}
+
+
+# ------------------------------------------------------------------ depth attention
+
+
+def test_model_that_attends_over_its_depth_already() -> None:
+    """Each branch reads a softmax mix of two finished tensors and the running sum."""
+
+    def whole(net: Stream, x: Tensor) -> Tensor:
+        done = [net.head(x), net.norm(x)]
+        for i in range(4):
+            sources = torch.stack([*done, x], -2)
+            weights = (F.layer_norm(sources, (WIDTH,)) * net.parts[i].q).sum(-1).softmax(-1)
+            x = x + net.f(i, (weights.unsqueeze(-1) * sources).sum(-2))
+        return net.head(x)
+
+    model = Stream(lambda net, i, x: x, whole=whole, parts=lambda i: Bag(q=torch.zeros(WIDTH)))
+    assert refused(model)["depth_attention"] == 4
+
+
+def test_hidden_states_stacked_at_the_end_are_no_depth_attention() -> None:
+    """A pooling over all states behind the stream weighs them by a softmax, once."""
+
+    def whole(net: Stream, x: Tensor) -> Tensor:
+        states = [x]
+        for i in range(4):
+            x = x + net.f(i, x)
+            states.append(x)
+        stacked = torch.stack(states, -2)
+        return net.head((net.norm(stacked).sum(-1, keepdim=True).softmax(-2) * stacked).sum(-2))
+
+    converted(Stream(lambda net, i, x: x, whole=whole))
