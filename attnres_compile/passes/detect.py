@@ -172,7 +172,8 @@ def _refusals(chains: list[_Chain], found: Scan, memory: Memory, config: AttnRes
         elif refusal.attends_over_depth([chain.root, *(record.node for record in chain.records)], found):
             refused[id(chain)] = Reason.DEPTH_ATTENTION
         elif not config.depth_loops and _shares_weights(chain, found, memory):
-            refused[id(chain)] = Reason.SHARED_WEIGHTS
+            lanes = any(refusal.mixes_own_lanes(record, found) for record in chain.records)
+            refused[id(chain)] = Reason.MULTI_LANE if lanes else Reason.SHARED_WEIGHTS
         elif len(chain.records) < config.min_sublayers:
             neighbour = links.get(id(chain))
             refused[id(chain)] = neighbour[1] if neighbour else _alone(chain, projected)

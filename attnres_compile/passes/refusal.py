@@ -147,6 +147,17 @@ def is_gated(record: AddRecord, scan: Scan) -> bool:
     return False
 
 
+def mixes_own_lanes(record: AddRecord, scan: Scan) -> bool:
+    """Whether a step adds to its skip the skip's own lanes, mixed by something computed: ``x + matmul(x, m)``."""
+    for term in record.terms:
+        mixed = scan.base.get(term.node, term.node)
+        inputs = mixed.all_input_nodes
+        computed = ops.name_of(mixed) in ops.CONTRACTIONS and not any(facts.is_parameter_input(i) for i in inputs)
+        if computed and any(scan.base.get(operand) is record.base for operand in inputs):
+            return True
+    return False
+
+
 def attends_over_depth(states: Sequence[fx.Node], scan: Scan) -> bool:
     """Whether most of ``states`` are put beside others along a new dimension that a softmax then weighs."""
     joins = {join for state in states if (join := _weighed_join(state, scan)) is not None}

@@ -491,3 +491,19 @@ def test_hidden_states_stacked_at_the_end_are_no_depth_attention() -> None:
         return net.head((net.norm(stacked).sum(-1, keepdim=True).softmax(-2) * stacked).sum(-2))
 
     converted(Stream(lambda net, i, x: x, whole=whole))
+
+
+def test_lanes_predicted_from_each_other() -> None:
+    """``x + matmul(x, m(x))`` over lanes, then a correction by the branch; one router serves both."""
+
+    def whole(net: Stream, x: Tensor) -> Tensor:
+        x = torch.stack([x, -x, 2 * x], -1)
+        for i, part in enumerate(net.parts):
+            mix = part(net.norms[i](x[..., 0])).tanh().unflatten(-1, (3, 3))
+            x = x + torch.matmul(x, mix)
+            rate = part(net.norms[i](net.f(i, x[..., 0]))).tanh()[..., None, :3]
+            x = x + rate * (net.f(i, x[..., 0]) - x[..., 0]).unsqueeze(-1)
+        return net.head(x.sum(-1))
+
+    reasons = refused(Stream(lambda net, i, x: x, whole=whole, parts=lambda i: nn.Linear(WIDTH, 9)))
+    assert reasons["multi_lane"] == 8, reasons
