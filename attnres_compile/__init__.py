@@ -21,8 +21,10 @@ from attnres_compile.errors import (
     AlreadyTransformedError,
     AttnResError,
     CaptureError,
+    CheckpointError,
     ConfigError,
     GraphBreakError,
+    InexactError,
     InputsError,
     KernelError,
     LoweringError,
@@ -36,6 +38,7 @@ from attnres_compile.errors import (
 from attnres_compile.exactness import Exactness, verify
 from attnres_compile.exporting import export as export_program
 from attnres_compile.inputs import Inputs
+from attnres_compile.loading import load_queries, save_queries, saved_config
 from attnres_compile.passes.streams import Reason
 from attnres_compile.report import TransformReport
 from attnres_compile.version import __version__
@@ -46,10 +49,12 @@ __all__ = [
     "AttnResConfig",
     "AttnResError",
     "CaptureError",
+    "CheckpointError",
     "ConfigError",
     "DepthWeights",
     "Exactness",
     "GraphBreakError",
+    "InexactError",
     "Inputs",
     "InputsError",
     "KernelError",
@@ -67,11 +72,14 @@ __all__ = [
     "depth_weights",
     "explain",
     "export_program",
+    "load_queries",
     "ops",
     "pseudo_queries",
     "report",
     "revert",
     "rewrite_graph",
+    "save_queries",
+    "saved_config",
     "transform",
     "verify",
 ]

@@ -11,6 +11,7 @@ from torch import fx, nn
 from attnres_compile import graphs
 from attnres_compile.config import AttnResConfig
 from attnres_compile.conversion import ConvertedForward
+from attnres_compile.crossing.regions import unwrap
 from attnres_compile.errors import (
     AttnResError,
     GraphBreakError,
@@ -47,7 +48,9 @@ def explain(model: nn.Module, example_inputs: Any, config: AttnResConfig | None 
         return TransformReport(graph_breaks=(GraphBreak(error.what, error.where),))
 
 
-def transform(model: nn.Module, example_inputs: Any, config: AttnResConfig | None = None) -> nn.Module:
+def transform(
+    model: nn.Module, example_inputs: Any, config: AttnResConfig | None = None, *, verify: bool = False
+) -> nn.Module:
     """Convert ``model`` into a Block AttnRes model, in place.
 
     The module that owns each residual stream gets a child module ``attnres`` with its pseudo-queries, and runs
@@ -58,19 +61,31 @@ def transform(model: nn.Module, example_inputs: Any, config: AttnResConfig | Non
         model: the model, in the mode (train or eval) and dtype that it will run in.
         example_inputs: as for :func:`explain`.
         config: how to convert; default :class:`AttnResConfig`.
+        verify: also run copies of the model before and after on ``example_inputs``, with its own weights, modes and
+            dtypes, and compare outputs and gradients (:class:`Exactness` has the tolerances). Takes the memory of
+            two copies of the parameters, and a compilation of its own where ``config.lowering`` compiles. The model,
+            its gradients and random state stay as they are; what its forward does to other objects happens.
 
     Returns:
         ``model`` itself.
 
     Raises:
+        InexactError: ``verify``, and the two differ. The model is the original again.
+        ConfigError: ``verify``, and ``config`` has a gain or values that are not exact by construction.
         NoStreamError: no residual stream could be converted; ``error.report`` says why.
         AttnResError: an owner of a stream has an attribute of the name that the queries need.
         RejectedStreamError: ``config.strict`` and a stream would be left alone.
-        GraphBreakError: tracing stops inside the module that owns a stream.
-        AlreadyTransformedError, AlreadyCompiledError: the model is transformed or compiled already.
+        GraphBreakError: a stream runs through a graph break and cannot be followed there (docs/design.md).
+        AlreadyTransformedError: the model is transformed already.
+        AlreadyCompiledError: the model, or a module that owns a stream, is compiled already; or parts of a stream are.
+            Layers that are compiled on their own, all of them, are converted with the rest.
         InputsError: ``example_inputs`` is of no known form. An error of the model itself is raised as it is.
     """
     config = config or AttnResConfig()
+    if verify:
+        from attnres_compile.self_check import checked_transform  # it transforms, too
+
+        return checked_transform(model, example_inputs, config)
     refuse_wrapped(model)
     conversions, whole = study(model, example_inputs, config)
     refuse(conversions, whole, config)
@@ -137,6 +152,7 @@ def revert(model: nn.Module) -> nn.Module:
             )
     for _, owner, _ in found:
         forward = owner.__dict__.pop("forward")
+        unwrap(owner, forward.regions)
         if forward.previous is not None:
             owner.__dict__["forward"] = forward.previous
         del owner._modules[CHILD]
@@ -177,7 +193,7 @@ def rewrite_graph(
 
 def _convert(owner: nn.Module, item: Conversion, config: AttnResConfig, part: TransformReport) -> None:
     queries = item.queries(owner, config, part)
-    forward = ConvertedForward(owner)
+    forward = ConvertedForward(owner, item.route, item.regions)
     owner._modules[CHILD] = queries
     owner.__dict__["forward"] = forward
 

@@ -1,4 +1,5 @@
-"""The torch.compile backend, and the pass that serves plain Inductor: all that knows dynamo's internals.
+"""The torch.compile backend, and the pass that serves plain Inductor: what knows dynamo's internals, with
+:mod:`dynamo_graphs` and :mod:`crossing.piece`.
 
 A graph with a declaration (``attnres::declare``, left by a converted module) is rewritten with the queries that
 the declaration brings. A graph without one, compiled by ``backend="attnres"``, gets queries made here, kept on
@@ -7,10 +8,8 @@ the model's own parameters so that recompilations find them again.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,9 +17,10 @@ import torch
 from torch import fx, nn
 
 from attnres_compile.config import RUN_TIME, AttnResConfig, Lowering
+from attnres_compile.dynamo_graphs import copy_graph_module
 from attnres_compile.errors import ConfigError
 from attnres_compile.kernels import ops as kernel_ops
-from attnres_compile.parameters import CHILD, LATE, Declaration, DepthQueries
+from attnres_compile.parameters import LATE, Declaration, DepthQueries, queries_in
 from attnres_compile.passes import facts
 from attnres_compile.passes.checkpoint import close_regions, make_eager, open_regions
 from attnres_compile.passes.detect import detect
@@ -30,93 +30,14 @@ from attnres_compile.passes.rewrite import QueryNodes, rewrite
 from attnres_compile.passes.streams import ResidualStream
 from attnres_compile.report import TransformReport
 from attnres_compile.reporting import STREAM_REASONS, build_report, refuse_strict, with_choices
+from attnres_compile.tally import counted
 
 assert kernel_ops  # registers the ops that graphs hold
 
 DECLARE = torch.ops.attnres.declare.default
 
 
-# ------------------------------------------------------------------ what ran
-
-
-@dataclass
-class Tally:
-    """Number of sites that ran since counting began."""
-
-    sites: int = 0
-
-
-_TALLY: contextvars.ContextVar[Tally | None] = contextvars.ContextVar("attnres_tally", default=None)
-
-
-@contextlib.contextmanager
-def counting() -> Iterator[Tally]:
-    """Count the sites that compiled graphs run inside this context, inner contexts included."""
-    tally, outer = Tally(), _TALLY.get()
-    token = _TALLY.set(tally)
-    try:
-        yield tally
-    finally:
-        _TALLY.reset(token)
-        if outer is not None:
-            outer.sites += tally.sites
-
-
-def counted(call: Callable[..., Any], sites: int) -> Callable[..., Any]:
-    """``call``, which runs that many sites."""
-
-    def run(*args: Any) -> Any:
-        result = call(*args)
-        tally = _TALLY.get()
-        if tally is not None:
-            tally.sites += sites
-        return result
-
-    return run
-
-
-# ------------------------------------------------------------------ graphs
-
-
-def copy_graph_module(module: fx.GraphModule, model: nn.Module | None = None) -> fx.GraphModule:
-    """A graph module with a graph of its own over the same parameters; dynamo goes on reading the original's.
-
-    Args:
-        module: the graph module.
-        model: where given, nodes name the modules they come from by their paths in it. dynamo names a module by the
-            way it got there, which wrappers and closures change.
-    """
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(module.graph, values)
-    if output is not None:
-        end = graph.output(output)
-        end.meta = dict(module.graph.output_node().meta)
-    for old, new in values.items():
-        new.meta = dict(old.meta)
-        if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source
-    copied = fx.GraphModule(module, graph)
-    copied.meta = dict(module.meta)
-    if model is not None:
-        _name_modules(graph, model)
-    return copied
-
-
-def _name_modules(graph: fx.Graph, model: nn.Module) -> None:
-    # dynamo keys the module stack by the module's id, with a suffix from the second call on.
-    paths = {str(id(module)): path for path, module in reversed(list(model.named_modules()))}
-    renamed: dict[int, dict[str, Any]] = {}
-    for node in graph.nodes:
-        stack = node.meta.get("nn_module_stack")
-        if not stack:
-            continue
-        if id(stack) not in renamed:
-            renamed[id(stack)] = {
-                key: (paths.get(key.partition("@")[0], facts.clean_path(entry[0])), *entry[1:])
-                for key, entry in stack.items()
-            }
-        node.meta["nn_module_stack"] = renamed[id(stack)]
+# ------------------------------------------------------------------ declared streams
 
 
 @dataclass(frozen=True)
@@ -190,7 +111,7 @@ def _owner(stream: ResidualStream, declared: list[_Declared], position: dict[fx.
     return max(covering, key=lambda item: (len(item.prefix), position[item.node]), default=None)
 
 
-def _finish(
+def compile_graph(
     module: fx.GraphModule, inputs: Sequence[Any], lowering: Lowering, done: Callable[[Choices], None] | None = None
 ) -> Callable[..., Any]:
     """Run the passes behind rewriting, tell ``done`` what they chose, and compile."""
@@ -221,11 +142,11 @@ class ConvertedBackend:
     def __call__(self, module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         module = copy_graph_module(module, self.owner)
         sites = rewrite_declared(module.graph)
-        return counted(_finish(module, example_inputs, self.lowering, self._report), sites)
+        return counted(compile_graph(module, example_inputs, self.lowering, self._report), sites)
 
     def _report(self, choices: Choices) -> None:
-        queries = self.owner._modules[CHILD]
-        assert isinstance(queries, DepthQueries)
+        queries = queries_in(self.owner)
+        assert queries is not None
         owner = next((stream.owner for stream in queries.report.streams), "")
         queries.report = with_choices(queries.report, choices.phases, choices.fusions, owner)
 
@@ -250,7 +171,7 @@ def attnres(
     if any(node.target is DECLARE for node in module.graph.nodes):
         _check_options(module.graph, options)
         sites = rewrite_declared(module.graph, options)
-        return counted(_finish(module, example_inputs, config.lowering), sites)
+        return counted(compile_graph(module, example_inputs, config.lowering), sites)
     return _late(module, example_inputs, config)
 
 
@@ -284,7 +205,7 @@ def _late(module: fx.GraphModule, inputs: list[Any], config: AttnResConfig) -> C
                 stacklevel=2,
             )
         close_regions(module, regions)
-        return _finish(module, inputs, config.lowering)
+        return compile_graph(module, inputs, config.lowering)
     anchor = anchor_of(module.graph, plans[0].stream)
     report = build_report(detection, plans, config)
     sample = DepthQueries(declaration)
@@ -298,7 +219,7 @@ def _late(module: fx.GraphModule, inputs: list[Any], config: AttnResConfig) -> C
     def keep(choices: Choices) -> None:
         store.report = with_choices(store.report, choices.phases, choices.fusions)
 
-    compiled = _finish(module, [*inputs, *extra], config.lowering, keep)
+    compiled = compile_graph(module, [*inputs, *extra], config.lowering, keep)
 
     def run(*args: Any) -> Any:
         return compiled(*args, *_store(args[anchor.index], declaration, report).tensors())

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from attnres_compile.backend import copy_graph_module
+from attnres_compile.dynamo_graphs import copy_graph_module
 from attnres_compile.errors import CaptureError, GraphBreakError
 from attnres_compile.inputs import Inputs
 from attnres_compile.passes import facts
@@ -29,11 +31,11 @@ class Capture:
     """What was traced.
 
     Attributes:
-        graphs: one graph, or several where tracing broke.
+        graph: the whole model's graph, or ``None`` where tracing broke.
         breaks: where and why it broke.
     """
 
-    graphs: tuple[fx.GraphModule, ...]
+    graph: fx.GraphModule | None
     breaks: tuple[GraphBreak, ...] = ()
 
 
@@ -43,6 +45,9 @@ class _Stop(Exception):
     def __init__(self, graph: fx.GraphModule) -> None:
         self.graph = graph
         super().__init__("captured")
+
+
+_NUMBERS = itertools.count()
 
 
 class _Call:
@@ -63,11 +68,16 @@ def capture(model: nn.Module, inputs: Inputs) -> Capture:
         Exception: the model's own error, where it rejects the inputs.
     """
     try:
-        return Capture((_whole(model, inputs),))
+        return Capture(_whole(model, inputs))
     except torch._dynamo.exc.Unsupported as error:
         broken = GraphBreak(*_break(error))
         # Inputs that the model rejects can look like a graph break: let the model speak first.
-        return Capture(tuple(_Guarded(model, inputs).in_pieces()), (broken,))
+        _Guarded(model, inputs).eagerly()
+        try:
+            # What broke it may have been a set-up that the model needs once.
+            return Capture(_whole(model, inputs))
+        except torch._dynamo.exc.Unsupported:
+            return Capture(None, (broken,))
     except CaptureError:
         raise
     except Exception as error:
@@ -76,6 +86,16 @@ def capture(model: nn.Module, inputs: Inputs) -> Capture:
             f"dynamo could not trace {type(model).__name__}: {_first_line(error)}",
             remedy="The model runs eagerly; TORCH_LOGS=dynamo shows where tracing stops",
         ) from error
+
+
+def capture_pieces(model: nn.Module, inputs: Inputs) -> tuple[fx.GraphModule, ...]:
+    """The graphs that dynamo makes of ``model`` where tracing it breaks. The model runs for it, and is put back."""
+    return tuple(_Guarded(model, inputs).in_pieces())
+
+
+def set_up(model: nn.Module, original: Callable[..., Any], inputs: Inputs) -> None:
+    """Run ``original``, the plain forward of ``model``, for what it does at its first call; nothing else stays."""
+    _Guarded(model, inputs).by(original)
 
 
 def first_break(model: nn.Module, inputs: Inputs) -> GraphBreak | None:
@@ -165,13 +185,25 @@ def _whole(model: nn.Module, inputs: Inputs, root: nn.Module | None = None) -> f
     )
 
 
-def _traced(call: Callable[..., Any], backend: Callable[..., Any], inputs: Inputs, fullgraph: bool) -> None:
+def numbers_from_data() -> contextlib.AbstractContextManager[Any]:
+    """While open, dynamo traces numbers read from tensors (``counts.tolist()``) instead of breaking the graph.
+
+    ``fullgraph=True`` does that by itself, so what runs must do it, too, to see the graph that was captured.
+    """
+    return torch._dynamo.config.patch(capture_scalar_outputs=True)  # type: ignore[no-any-return]
+
+
+def _traced(call: _Call, backend: Callable[..., Any], inputs: Inputs, fullgraph: bool) -> None:
+    # A code object of its own: dynamo keeps variants, and their limit, by code object, for all that was ever traced.
+    code = _Call.__call__.__code__.replace(co_name=f"traced_{next(_NUMBERS)}")
+    own = types.MethodType(types.FunctionType(code, globals(), code.co_name), call)
     with (
         torch._dynamo.config.patch(suppress_errors=False),
+        numbers_from_data(),
         torch.compiler.set_stance("default"),
         torch.enable_grad(),
     ):
-        torch.compile(call, backend=backend, fullgraph=fullgraph)(*inputs.args, **inputs.kwargs)
+        torch.compile(own, backend=backend, fullgraph=fullgraph)(*inputs.args, **inputs.kwargs)
 
 
 def _stop_inside(error: BaseException | None) -> _Stop | None:
@@ -205,6 +237,10 @@ class _Guarded:
         """Run, so that the model's own error is raised if it has one."""
         self._run(lambda args, kwargs: self.model(*args, **kwargs))
 
+    def by(self, call: Callable[..., Any]) -> None:
+        """Run ``call`` in the model's place."""
+        self._run(lambda args, kwargs: call(*args, **kwargs))
+
     def in_pieces(self) -> list[fx.GraphModule]:
         """Run through dynamo with graph breaks allowed, and keep the pieces."""
         pieces: list[fx.GraphModule] = []
@@ -213,7 +249,6 @@ class _Guarded:
             pieces.append(copy_graph_module(graph, self.model))
             return graph.forward
 
-        self.eagerly()
         call = _Call(self.model)
         self._run(lambda args, kwargs: _traced(call, keep, Inputs(args, kwargs), fullgraph=False))
         return pieces

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import inspect
 import itertools
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,11 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnres_compile import backend, capture
-from attnres_compile.errors import AttnResError, PlainExecutionError, PlanMismatchError
+from attnres_compile import backend, capture, function_transforms
+from attnres_compile.crossing import journey
+from attnres_compile.crossing.piece import compiled_in_pieces
+from attnres_compile.crossing.regions import Regions
+from attnres_compile.crossing.route import Route
+from attnres_compile.errors import AttnResError, GraphBreakError, PlainExecutionError, PlanMismatchError
 from attnres_compile.inputs import Inputs
-from attnres_compile.parameters import CHILD, DepthQueries
+from attnres_compile.parameters import DepthQueries, queries_in
 from attnres_compile.passes.facts import OWNER
+from attnres_compile.tally import counting
 
 
 class ConvertedForward:
@@ -31,12 +37,21 @@ class ConvertedForward:
     Called eagerly it runs the compiled, rewritten module. Traced by an outer ``torch.compile`` it leaves its
     declaration in the graph, for the backend (ours, or Inductor through our pre-grad pass) to rewrite. Traced by
     anything that would lose the rewriting it raises.
+
+    Args:
+        owner: the module.
+        route: of its stream, where that runs through graph breaks. Then an outer compiler does not trace into it.
+        regions: paths, relative to it, of modules that the user compiled on their own. Then nothing else is compiled.
     """
 
-    def __init__(self, owner: nn.Module) -> None:
+    def __init__(self, owner: nn.Module, route: Route | None = None, regions: tuple[str, ...] = ()) -> None:
         setattr(self, OWNER, owner)
+        self.route = route
+        self.regions = regions
         self.previous = owner.__dict__.get("forward")
         self._compiled: Callable[..., Any] | None = None
+        # Whether the module reads numbers from tensors, which tracing must be told. It takes time at each call.
+        self.reads_numbers = False
         _serve_inductor()
 
     @property
@@ -57,8 +72,9 @@ class ConvertedForward:
                 # dynamo can raise what it can build, and builds no exception with a constructor of its own.
                 raise RuntimeError(_NO_EXPORT)
             _refuse("torch.export")
-        if torch.compiler.is_compiling():
-            return self.traced(*args, **kwargs)
+        # Not is_compiling(): that is true in every thread while any thread compiles.
+        if torch.compiler.is_dynamo_compiling():
+            return self.traced(*args, **kwargs) if self.route is None else self.apart(*args, **kwargs)
         if torch._C._get_tracing_state() is not None:
             _refuse("torch.jit.trace")
         return self.run(*args, **kwargs)
@@ -72,15 +88,30 @@ class ConvertedForward:
             return self.previous(*args, **kwargs)
         return type(owner).forward(owner, *args, **kwargs)
 
+    def broken(self, *args: Any, **kwargs: Any) -> Any:
+        """The code that is traced in pieces: the original forward. What it lacks, its graphs bring."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(self._attnres_owner).forward(self._attnres_owner, *args, **kwargs)  # type: ignore[attr-defined]
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def apart(self, *args: Any, **kwargs: Any) -> Any:
+        """Run outside of the graph that an outer compiler makes."""
+        return self.run(*args, **kwargs)
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rewritten module, compiling it at the first call."""
-        queries = self.owner._modules[CHILD]
-        assert isinstance(queries, DepthQueries)
+        queries = queries_in(self.owner)
+        assert queries is not None
         query = next(queries.parameters(), queries.token)
         if queries.token.device != query.device:
             # Loaded with ``assign=True`` into a model made on the meta device: the token is in no state_dict.
             queries.token = torch.zeros_like(queries.token, device=query.device)
+        if function_transforms.active():
+            return self._transformed(queries, args, kwargs)
         instead = _INSTEAD.get()
+        if self.route is not None:
+            return self._travel(self.route, queries, args, kwargs)
         if instead is not None:
             compiled = instead.compiled(self)
         else:
@@ -88,23 +119,77 @@ class ConvertedForward:
                 lowering = queries.declaration.config.lowering
                 self._compiled = self._compile(backend.ConvertedBackend(self.owner, lowering))
             compiled = self._compiled
-        with backend.counting() as tally:
+        with counting() as tally:
             try:
-                result = _unwrapped(compiled, args, kwargs)
+                with capture.numbers_from_data() if self.reads_numbers else contextlib.nullcontext():
+                    result = _unwrapped(compiled, args, kwargs)
             except PlanMismatchError as error:
-                raise self._explained(error, args, kwargs) from None
-        expected = len(queries.declaration.sites)
-        if tally.sites < expected:
+                result = self._once_more(compiled, error, args, kwargs)
+        self._all_ran(tally.sites, len(queries.declaration.sites))
+        return result
+
+    def _travel(self, route: Route, queries: DepthQueries, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run in pieces, with the stream's sources beside them."""
+        if _INSTEAD.get() is not None:
+            raise GraphBreakError(
+                "the sites of a residual stream that runs through graph breaks cannot be observed",
+                remedy="Remove what breaks the graph (TORCH_LOGS=graph_breaks shows all places)",
+            )
+        if self._compiled is None and self.regions:
+            self._compiled = self.broken
+            Regions(self.owner, self.regions, route)
+        if self._compiled is None:
+            self._compiled = compiled_in_pieces(_own_code(self, ConvertedForward.broken), route)
+        with journey.travelling(journey.Journey(self.owner, route, queries)):
+            return _unwrapped(self._compiled, args, kwargs)
+
+    def _transformed(self, queries: DepthQueries, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run under the transforms of ``torch.func`` that are at work."""
+        if self.route is not None:
+            function_transforms.refuse(self.owner)
+
+        def make() -> Callable[..., Any]:
+            # Whatever else it is lowered to, transforms want the graph op by op.
+            return self._compile(function_transforms.backend(backend.ConvertedBackend(self.owner, "eager")))
+
+        with counting() as tally:
+            result = _unwrapped(lambda *a, **k: function_transforms.run(self, make, a, k), args, kwargs)
+        self._all_ran(tally.sites, len(queries.declaration.sites))
+        return result
+
+    def _all_ran(self, ran: int, expected: int) -> None:
+        if ran < expected:
             raise PlanMismatchError(
-                f"a converted {type(self.owner).__name__} ran {tally.sites} of its {expected} sites: part of its "
+                f"a converted {type(self.owner).__name__} ran {ran} of its {expected} sites: part of its "
                 "residual stream ran outside the compiled graph",
                 remedy="Look for a graph break (TORCH_LOGS=graph_breaks) or a function marked torch._dynamo.disable",
             )
-        return result
 
     def _compile(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
         compiled: Callable[..., Any] = torch.compile(_own_code(self), backend=compiler)
         return compiled
+
+    def _once_more(
+        self, compiled: Callable[..., Any], error: PlanMismatchError, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of a second try, where what broke the graph can be mended.
+
+        Some modules set something up at their first call of a kind (transformers registers hooks, under a lock): a
+        run of the original, thrown away, does that. Others read numbers from tensors.
+        """
+        explained = self._explained(error, args, kwargs)
+        whole = explained is error  # as one graph it can be traced
+        if whole and self.reads_numbers:
+            raise error from None
+        if not whole:
+            capture.set_up(self.owner, self.broken, Inputs(args, kwargs))
+        try:
+            with capture.numbers_from_data() if whole else contextlib.nullcontext():
+                result = _unwrapped(compiled, args, kwargs)
+        except PlanMismatchError:
+            raise explained from None
+        self.reads_numbers = self.reads_numbers or whole
+        return result
 
     def _explained(self, error: PlanMismatchError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanMismatchError:
         """The error with the place of the graph break that caused it, if one did."""
@@ -174,13 +259,12 @@ def _exporting() -> bool:
 _NUMBERS = itertools.count()
 
 
-def _own_code(forward: ConvertedForward) -> Callable[..., Any]:
-    """``forward.traced`` with a code object of its own.
+def _own_code(forward: ConvertedForward, function: Any = ConvertedForward.traced) -> Callable[..., Any]:
+    """The method ``function`` of ``forward`` with a code object of its own.
 
     dynamo keeps its compiled variants, their limit and what it knows of changing sizes by code object, and all
     converted modules would share one.
     """
-    function = ConvertedForward.traced
     code = function.__code__.replace(co_name=f"{type(forward.owner).__name__}_{next(_NUMBERS)}")
     twin = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     return types.MethodType(twin, forward)
@@ -188,19 +272,39 @@ def _own_code(forward: ConvertedForward) -> Callable[..., Any]:
 
 def _unwrapped(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call, and raise an error of ours as itself instead of inside dynamo's."""
-    # The fused encoder layer of torch.nn computes both residual adds inside one op.
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        if fast:
+    with _without_fast_path():
+        try:
+            return call(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, AttnResError):
+                raise error.inner_exception from None
+            raise
+
+
+_FAST_PATH = threading.Lock()
+_RUNNING = 0
+_WANTED = False
+
+
+@contextlib.contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Keep torch.nn from its fused encoder layer, which computes both residual adds inside one op.
+
+    The switch is one for all threads: the first that comes here turns it, and the last that leaves turns it back.
+    """
+    global _RUNNING, _WANTED
+    with _FAST_PATH:
+        if _RUNNING == 0:
+            _WANTED = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
-        return call(*args, **kwargs)
-    except torch._dynamo.exc.BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, AttnResError):
-            raise error.inner_exception from None
-        raise
+        _RUNNING += 1
+    try:
+        yield
     finally:
-        if fast:
-            torch.backends.mha.set_fastpath_enabled(True)
+        with _FAST_PATH:
+            _RUNNING -= 1
+            if _RUNNING == 0:
+                torch.backends.mha.set_fastpath_enabled(_WANTED)
 
 
 _REMEDY = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from attnres_compile.exactness import Exactness
     from attnres_compile.report import TransformReport
 
 
@@ -66,8 +67,22 @@ class RejectedStreamError(NoStreamError):
     """``strict=True`` and a residual stream would have been left alone."""
 
 
+class InexactError(AttnResError):
+    """``verify=True``, and the converted model does not compute what the original does. ``exactness`` has the numbers;
+    the model was reverted.
+    """
+
+    def __init__(self, what: str, *, exactness: Exactness, **place: str) -> None:
+        self.exactness = exactness
+        super().__init__(what, **place)
+
+
+class CheckpointError(AttnResError):
+    """A checkpoint cannot be read or written, or its pseudo-queries are not those of the model's conversion."""
+
+
 class GraphBreakError(AttnResError):
-    """dynamo could not trace a module that owns a residual stream as one graph."""
+    """A residual stream runs through a graph break and cannot be followed there, or is lost there in a call."""
 
 
 class CaptureError(AttnResError):

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from attnres_compile import api
-from attnres_compile.comparison import FLOATS, LowestPrecision, as_dtype, compare, run, same_randomness, switch, twin
+from attnres_compile.comparison import (
+    FLOATS,
+    LowestPrecision,
+    Run,
+    as_dtype,
+    compare,
+    run,
+    same_randomness,
+    switch,
+    twin,
+)
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError
 from attnres_compile.inputs import Inputs, as_inputs
@@ -125,16 +135,43 @@ def verify(
         queries = api.pseudo_queries(converted)
         found = run(converted, inputs, seed)
         reached = [name for name, query in queries.items() if query.grad is not None and query.grad.any()]
+    return judge(
+        original, found, list(queries), reached, lowest.dtype, config, train=train, randomised=not keep_weights
+    )
+
+
+def judge(
+    original: Run,
+    found: Run,
+    queries: Sequence[str],
+    reached: Sequence[str],
+    dtype: torch.dtype,
+    config: AttnResConfig,
+    *,
+    train: bool,
+    randomised: bool,
+) -> Exactness:
+    """How far the run of a converted model is from the original's.
+
+    Args:
+        original: the original's run.
+        found: the converted model's, on the same inputs and random numbers.
+        queries: names of the pseudo-queries.
+        reached: those of them that show by a gradient that they took part.
+        dtype: the lowest floating precision that the original computes in.
+        config: what was asked for.
+        train, randomised: how the two ran, for the record.
+    """
     # The queries' own gradients have nothing to be compared with.
     kept = {name: tensor for name, tensor in found.gradients.items() if name in original.differentiable}
     outputs = compare(original.outputs, found.outputs, floor=0.0)
     gradients = compare(original.gradients, kept, floor=GRADIENT_FLOOR)
-    tolerance = tolerance_for(lowest.dtype, len(queries))
+    tolerance = tolerance_for(dtype, len(queries))
     notes = (*original.notes, *outputs.notes, *gradients.notes, *_expectations(config))
     # Exact because the depth attention did not run is the one thing that must not pass.
     ran = bool(reached) or not original.gradients
     if original.gradients and len(reached) < len(queries):
-        idle = ", ".join(name for name in list(queries) if name not in reached)
+        idle = ", ".join(name for name in queries if name not in reached)
         notes += (f"{len(queries) - len(reached)} of {len(queries)} queries got no gradient: {idle}",)
     errors = [error for error in (outputs.error, gradients.error) if error is not None]
     return Exactness(
@@ -142,11 +179,11 @@ def verify(
         output_error=outputs.error,
         gradient_error=gradients.error,
         tolerance=tolerance,
-        dtype=str(lowest.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         queries=len(queries),
         gradients=len(original.gradients),
         mode="train" if train else "eval",
-        randomised=not keep_weights,
+        randomised=randomised,
         worst_output=outputs.worst,
         worst_gradient=gradients.worst,
         notes=notes,

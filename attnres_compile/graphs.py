@@ -12,8 +12,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from attnres_compile.backend import copy_graph_module
 from attnres_compile.config import AttnResConfig
+from attnres_compile.dynamo_graphs import copy_graph_module
 from attnres_compile.errors import CaptureError
 from attnres_compile.parameters import CHILD, Declaration, DepthQueries
 from attnres_compile.passes import facts

@@ -16,18 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from attnres_compile.backend import DECLARE, anchor_of, copy_graph_module, counted, rewrite_declared
+from attnres_compile.backend import DECLARE, anchor_of, rewrite_declared
 from attnres_compile.config import AttnResConfig
 from attnres_compile.conversion import compiled_by
+from attnres_compile.dynamo_graphs import copy_graph_module
 from attnres_compile.guarding import Guard, untouched
 from attnres_compile.inputs import Inputs
 from attnres_compile.kernels.plain import compute_dtype, spread
-from attnres_compile.parameters import CHILD, LATE, Declaration, DepthQueries, converted
+from attnres_compile.parameters import CHILD, LATE, Declaration, DepthQueries, converted, queries_in
 from attnres_compile.passes import facts, ops, sites
 from attnres_compile.passes.checkpoint import make_eager, open_regions
 from attnres_compile.passes.detect import detect
 from attnres_compile.passes.plan import plan
 from attnres_compile.passes.rewrite import QueryNodes, rewrite
+from attnres_compile.tally import counted
 
 # ------------------------------------------------------------------ what is kept
 
@@ -211,8 +213,8 @@ class _DeclaredObserver:
         for node in module.graph.nodes:
             if node.op == "call_function" and node.target is DECLARE:
                 # A converted module inside this one declares its own queries.
-                queries = self.owner.get_submodule(facts.module_path(node))._modules[CHILD]
-                assert isinstance(queries, DepthQueries)
+                queries = queries_in(self.owner.get_submodule(facts.module_path(node)))
+                assert queries is not None
                 for site, query in zip(queries.declaration.sites, node.args[1], strict=False):
                     named.setdefault(query, []).append((queries, site))
         count = rewrite_declared(module.graph, close=False)

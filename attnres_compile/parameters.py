@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import PlanMismatchError
 from attnres_compile.passes.plan import BlockPlan
+from attnres_compile.recorded import RECORD, Record
 from attnres_compile.report import TransformReport
 
 # Name of the child module that a converted module gets: the one prefix of the added state_dict keys.
@@ -146,6 +148,37 @@ class DepthQueries(nn.Module):
         """All parameters as the declaring op takes them: the queries, then the key norm weights."""
         return [*self.queries().values(), *self.key_norms().values()]
 
+    @property
+    def record(self) -> Record:
+        """How the module was converted: what its checkpoints say of it."""
+        streams = self.report.streams
+        return Record(self.declaration.config.layout(), tuple(tuple(map(len, stream.blocks)) for stream in streams))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            metadata.setdefault(prefix[:-1], {})[RECORD] = self.record.to_dict()
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        own = {prefix + name for name, _ in self.named_parameters()}
+        held = {key for key in state_dict if key.startswith(prefix)}
+        if own & held and RECORD in local_metadata:
+            self.record.refuse(Record.from_dict(local_metadata[RECORD]), "the state_dict", prefix[: -len(CHILD) - 2])
+        if held and held != own:
+            # With strict=False nobody else says it, and half of the queries is no model that anybody trained.
+            missing, strange = sorted(own - held), sorted(held - own)
+            parts = [f"lacks {_some(missing)}"] if missing else []
+            parts += [f"holds {_some(strange)}"] if strange else []
+            warnings.warn(
+                "the pseudo-queries in a state_dict are those of another conversion: it "
+                f"{' and '.join(parts)}. What it lacks stays as it is",
+                stacklevel=2,
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
     def forward(self, value: Any) -> Any:
         """``value`` itself: a container such as ``nn.Sequential`` calls all its children in turn."""
         return value
@@ -158,9 +191,23 @@ class DepthQueries(nn.Module):
 def converted(model: nn.Module) -> Iterator[tuple[str, nn.Module, DepthQueries]]:
     """Path, module and queries of every converted module in ``model``."""
     for path, module in model.named_modules():
-        child = module._modules.get(CHILD)
-        if isinstance(child, DepthQueries):
-            yield path, module, child
+        queries = queries_in(module)
+        if queries is not None:
+            yield path, module, queries
+
+
+def queries_in(owner: nn.Module) -> DepthQueries | None:
+    """The queries that a module runs with, or ``None`` if it is not converted.
+
+    They are its child ``attnres``, or inside of what wraps that: libraries of adapters put a module there that hands
+    attributes on to a copy which they train.
+    """
+    child = owner._modules.get(CHILD)
+    if child is None or isinstance(child, DepthQueries):
+        return child
+    token = getattr(child, "token", None)
+    inside = [module for module in child.modules() if isinstance(module, DepthQueries)]
+    return next((queries for queries in inside if queries.token is token), None)
 
 
 def late_queries(model: nn.Module) -> list[DepthQueries]:

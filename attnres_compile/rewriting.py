@@ -109,7 +109,7 @@ def rewritings(model: nn.Module, example_inputs: Any, config: AttnResConfig | No
     refuse_wrapped(model)
     # Sizes that differ between two calls of this function are no reason to make them symbols.
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-        conversions, whole = study(model, inputs, config)
+        conversions, whole = study(model, inputs, config, follow=False)
     refuse(conversions, whole, config)
     groups: dict[int, list[Conversion]] = {}
     for item in conversions:

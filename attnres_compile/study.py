@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,18 +10,23 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from attnres_compile import graphs
-from attnres_compile.capture import Capture, capture, capture_owners
+from attnres_compile.capture import capture, capture_owners, capture_pieces
 from attnres_compile.config import AttnResConfig
+from attnres_compile.crossing.recording import record
+from attnres_compile.crossing.regions import compiled, is_inside
+from attnres_compile.crossing.route import Route, route_of
+from attnres_compile.crossing.trial import Candidate, prove
 from attnres_compile.errors import AlreadyCompiledError, AlreadyTransformedError, GraphBreakError, NoStreamError
+from attnres_compile.graphs import with_shapes
+from attnres_compile.guarding import untouched
 from attnres_compile.inputs import Inputs, as_inputs
-from attnres_compile.parameters import Declaration, DepthQueries, converted
+from attnres_compile.parameters import CHILD, Declaration, DepthQueries, converted
 from attnres_compile.passes import facts, ops
 from attnres_compile.passes.checkpoint import Region, open_regions
 from attnres_compile.passes.detect import detect
 from attnres_compile.passes.plan import BlockPlan, plan
 from attnres_compile.passes.streams import Detection, Reason, ResidualStream
-from attnres_compile.report import LeftAlone, TransformReport
+from attnres_compile.report import GraphBreak, LeftAlone, TransformReport
 from attnres_compile.reporting import build_report, left_alone, parameters_per_site, refuse_strict
 
 
@@ -34,12 +39,16 @@ class Conversion:
         plans: of its streams, named relative to it.
         graph: the graph whose nodes the plans hold; checkpointed regions are opened in it.
         traced: path of the module that the graph is of; ``""`` is the model itself.
+        route: of its stream, where that runs through graph breaks.
+        regions: paths, relative to it, of modules that are compiled on their own.
     """
 
     path: str
     plans: tuple[BlockPlan, ...]
     graph: fx.GraphModule
     traced: str = ""
+    route: Route | None = None
+    regions: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -60,17 +69,35 @@ class Conversion:
         return made.train(owner.training)
 
 
-def study(model: nn.Module, example_inputs: Any, config: AttnResConfig) -> tuple[list[Conversion], TransformReport]:
+def study(
+    model: nn.Module, example_inputs: Any, config: AttnResConfig, follow: bool = True
+) -> tuple[list[Conversion], TransformReport]:
     """Trace, detect and plan; nothing is changed.
+
+    Args:
+        model: the model.
+        example_inputs: inputs of it.
+        config: how to convert.
+        follow: whether streams may be followed through graph breaks and modules that are compiled on their own.
 
     Returns:
         One conversion per module that owns a stream, and the report on the whole model.
+
+    Raises:
+        GraphBreakError: tracing breaks inside a stream that cannot be followed.
+        AlreadyCompiledError: a module is compiled that owns a stream, or only parts of a stream are in such modules.
     """
     inputs = as_inputs(example_inputs)
+    regions = compiled(model)
+    if regions:
+        if not follow:
+            raise _already_compiled(model, regions[0])
+        return _study_recording(model, inputs, config, (), regions)
     traced = capture(model, inputs)
-    if traced.breaks:
-        return _study_owners(model, inputs, config, traced)
-    (graph,) = traced.graphs
+    graph = traced.graph
+    if graph is None:
+        study_broken = _study_recording if follow else _study_owners
+        return study_broken(model, inputs, config, traced.breaks)
     open_regions(graph)
     detection = detect(graph.graph, config)
     conversions = by_owner(model, detection, config, graph)
@@ -100,7 +127,7 @@ def study_graph(
     Returns:
         What to convert, with the copy as its graph; the report; and the checkpointed regions that were opened.
     """
-    module = graphs.with_shapes(graph_module, example_inputs)
+    module = with_shapes(graph_module, example_inputs)
     regions = open_regions(module)
     detection = detect(module.graph, config)
     item = Conversion.of("", detection.streams, config, module)
@@ -111,8 +138,17 @@ def by_owner(model: nn.Module, detection: Detection, config: AttnResConfig, grap
     """The detected streams of ``graph`` by the module of ``model`` that owns them."""
     owners: dict[str, list[ResidualStream]] = {}
     for stream in detection.streams:
-        owners.setdefault(facts.owner_path(model, [step.node for step in stream.steps]), []).append(stream)
+        owners.setdefault(_owner(model, [stream]), []).append(stream)
+    for path, streams in list(owners.items()):
+        # Streams of several calls of one module belong to what makes the calls.
+        caller = _owner(model, streams)
+        if caller != path:
+            owners.setdefault(caller, []).extend(owners.pop(path))
     return [Conversion.of(path, tuple(streams), config, graph) for path, streams in owners.items()]
+
+
+def _owner(model: nn.Module, streams: Iterable[ResidualStream]) -> str:
+    return facts.owner_path(model, [step.node for stream in streams for step in stream.steps])
 
 
 def _writes_in_place(item: Conversion) -> bool:
@@ -134,22 +170,26 @@ def _own_conversions(
 
 
 def _study_owners(
-    model: nn.Module, inputs: Inputs, config: AttnResConfig, traced: Capture
+    model: nn.Module, inputs: Inputs, config: AttnResConfig, breaks: tuple[GraphBreak, ...]
 ) -> tuple[list[Conversion], TransformReport]:
     """The model breaks into pieces; a stream in one piece is converted if its owner can be traced as a whole."""
-    for piece in traced.graphs:
+    graphs = capture_pieces(model, inputs)
+    for piece in graphs:
         open_regions(piece)
-    detections = [detect(piece.graph, config) for piece in traced.graphs]
+    detections = [detect(piece.graph, config) for piece in graphs]
     paths = [
         item.path
-        for piece, detection in zip(traced.graphs, detections, strict=True)
+        for piece, detection in zip(graphs, detections, strict=True)
         for item in by_owner(model, detection, config, piece)
     ]
-    whole = TransformReport(graph_breaks=traced.breaks)
+    whole = TransformReport(graph_breaks=breaks)
     if not paths:
-        # Too short to be streams by themselves, or none at all: what the pieces hold is in the report.
-        pieces = [build_report(detection, (), config) for detection in detections]
-        return [], functools.reduce(TransformReport.merged, pieces, whole)
+        # Too short to be streams by themselves, or none at all.
+        raise GraphBreakError(
+            f"tracing stops before a whole residual stream is seen: {breaks[0].reason}",
+            where=breaks[0].where,
+            remedy=_REMOVE,
+        )
     own = _own_conversions(model, inputs, config, paths)
     for item, rejected in own.values():
         part = build_report(Detection((), ()), item.plans, config, [item.path] * len(item.plans))
@@ -157,21 +197,98 @@ def _study_owners(
     return [item for item, _ in own.values() if item.plans], whole
 
 
+def _study_recording(
+    model: nn.Module,
+    inputs: Inputs,
+    config: AttnResConfig,
+    breaks: tuple[GraphBreak, ...],
+    regions: tuple[str, ...] = (),
+) -> tuple[list[Conversion], TransformReport]:
+    """dynamo does not see the whole model, or is not to: its call is recorded, and shows every stream whole.
+
+    A stream whose owner can be traced as a whole is converted as any other; all others are followed from piece to
+    piece.
+    """
+    try:
+        with untouched(model):
+            recording = record(model, _copied(inputs))
+    except Exception:  # The model runs: there is something in it that cannot be recorded.
+        if regions:
+            raise
+        return _study_owners(model, inputs, config, breaks)
+    detection = detect(recording.module.graph, config)
+    if not detection.streams and not regions:
+        try:
+            return _study_owners(model, inputs, config, breaks)
+        except GraphBreakError:  # The recording shows more: why no add is a stream's.
+            pass
+    conversions: list[Conversion] = []
+    candidates: list[Candidate] = []
+    for item in by_owner(model, detection, config, recording.module):
+        inside = tuple(path for path in regions if is_inside(path, item.path))
+        around = next((path for path in regions if path == item.path or is_inside(item.path, path)), None)
+        if around is not None:
+            raise _already_compiled(model, around)
+        found, broken = None, None
+        if not inside:
+            try:
+                found = _own_conversions(model, inputs, config, [item.path])[item.path][0]
+            except GraphBreakError as error:
+                broken = error
+        if found is not None:
+            conversions += [found] if found.plans else []
+            continue
+        route = route_of(item.plans)
+        where = broken.where if broken is not None else ""
+        if isinstance(route, str):
+            what = broken.what if broken is not None else "modules inside a residual stream are compiled on their own"
+            raise GraphBreakError(f"{what}; {route}", module=item.path, where=where, remedy=_REMOVE)
+        relative = tuple(path.removeprefix(item.path).removeprefix(".") for path in inside)
+        candidates.append(Candidate(item.path, item.plans, route, where, relative))
+        conversions.append(replace(item, route=route, regions=relative))
+    plans = [each for item in conversions for each in item.plans]
+    prefixes = [item.path for item in conversions for _ in item.plans]
+    whole = build_report(detection, plans, config, prefixes, breaks)
+    if candidates and all(not hasattr(model.get_submodule(item.path), CHILD) for item in candidates):
+        try:
+            prove(model, inputs, candidates, recording, config)
+        except GraphBreakError as error:
+            if not regions:
+                raise
+            raise _already_compiled(model, regions[0], f": {error.what}", error.where) from error
+    return conversions, whole
+
+
+_REMOVE = "Remove what breaks the graph (TORCH_LOGS=graph_breaks shows all places)"
+
+
+def _copied(inputs: Inputs) -> Inputs:
+    try:
+        return copy.deepcopy(inputs)
+    except Exception:  # Not every input can be copied (a tensor with a history cannot); then it is used as it is.
+        return inputs
+
+
+def _already_compiled(model: nn.Module, path: str, why: str = "", where: str = "") -> AlreadyCompiledError:
+    return AlreadyCompiledError(
+        f"{type(model.get_submodule(path)).__name__} is compiled already{why}",
+        module=path,
+        where=where,
+        remedy="Transform the original module first and compile the result",
+    )
+
+
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise where ``model`` is no plain module.
 
     Raises:
-        AlreadyTransformedError, AlreadyCompiledError: it, or a part of it, is transformed or compiled already.
+        AlreadyTransformedError: it, or a part of it, is transformed already.
+        AlreadyCompiledError: it is compiled already. A part of it may be, see :func:`study`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    for path, module in model.named_modules():
-        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
-            raise AlreadyCompiledError(
-                f"{type(module).__name__} is compiled already",
-                module=path,
-                remedy="Transform the original module first and compile the result",
-            )
+    if "" in compiled(model):
+        raise _already_compiled(model, "")
     for path, _, _ in converted(model):
         raise AlreadyTransformedError(
             "the model is transformed already",
@@ -186,20 +303,13 @@ def refuse(conversions: Sequence[Conversion], whole: TransformReport, config: At
     Raises:
         NoStreamError: there is nothing to convert.
         RejectedStreamError: ``config.strict`` and a stream would be left alone.
-        GraphBreakError: tracing stops before a whole stream is seen.
     """
     if config.strict:
         refuse_strict(whole.rejections, whole)
-    found = any(item.plans for item in conversions)
-    if not found and whole.graph_breaks:
-        broken = whole.graph_breaks[0]
-        raise GraphBreakError(
-            f"tracing stops before a whole residual stream is seen: {broken.reason}",
-            where=broken.where,
-            remedy="Remove what breaks the graph (TORCH_LOGS=graph_breaks shows all places)",
-        )
-    if not found:
-        raise NoStreamError(no_stream(whole), report=whole, remedy="error.report lists every add with its reason")
+    if not any(item.plans for item in conversions):
+        where = next((broken.where for broken in whole.graph_breaks), "")
+        remedy = "error.report lists every add with its reason"
+        raise NoStreamError(no_stream(whole), report=whole, where=where, remedy=remedy)
 
 
 def share(whole: TransformReport, path: str, config: AttnResConfig, first: bool) -> TransformReport:

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from attnres_compile.errors import AttnResError, MissingDependencyError
+from attnres_compile.parameters import converted
+from attnres_compile.recorded import to_header
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,8 @@ def _explained(folder: Path, inside: Path | None = None) -> Iterator[None]:
 def save_weights(model: nn.Module, path: Path) -> None:
     """The whole state_dict of ``model`` as safetensors; weights that are tied are stored once.
 
-    ``safetensors.torch.load_model`` loads the file into a model transformed in the same way.
+    ``safetensors.torch.load_model`` loads the file into a model transformed in the same way. How it was transformed is
+    in the file's header, for :func:`attnres_compile.load_queries` and :func:`attnres_compile.saved_config`.
 
     Raises:
         AttnResError: the model is on the meta device, or its tensors overlap in a way that the format cannot keep.
@@ -161,7 +164,8 @@ def save_weights(model: nn.Module, path: Path) -> None:
             "weights are written as safetensors, which is not installed", remedy="pip install safetensors"
         ) from error
     try:
-        save_model(model, str(path), metadata={"format": "pt"})
+        records = {at: queries.record for at, _, queries in converted(model)}
+        save_model(model, str(path), metadata={"format": "pt", **(to_header(records) if records else {})})
     except (RuntimeError, SafetensorError) as error:
         raise AttnResError(f"the weights cannot be written as safetensors: {error}") from error
 

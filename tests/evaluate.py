@@ -97,6 +97,40 @@ def by_dynamo(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
     return found[-1]
 
 
+def interpret(module: fx.GraphModule, args: Sequence[Any], keep: bool = False) -> Any:
+    """The result of a graph, node by node: for graphs that run a few times at most, writing code takes longer.
+
+    Args:
+        module: the graph.
+        args: its inputs, copied before they are used.
+        keep: leave each node's tensor in its ``meta["val"]``, as a fact for detection.
+    """
+    env: dict[fx.Node, Any] = {}
+    given = iter([_copied(a) for a in args])
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            value = next(given)
+        elif node.op == "output":
+            return fx.map_arg(node.args[0], env.__getitem__)
+        else:
+            value = call(module, node, fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__))
+        env[node] = value
+        if keep:
+            node.meta["val"] = value.detach() if isinstance(value, Tensor) else value
+    raise AssertionError("no output")
+
+
+def call(module: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What one node of ``module`` computes from these arguments."""
+    if node.op == "get_attr":
+        return operator.attrgetter(str(node.target))(module)
+    if node.op == "call_module":
+        return module.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)
+
+
 def by_symbolic_trace(model: nn.Module, *args: Any) -> Captured:
     """``torch.fx.symbolic_trace``'s graph: module calls, no shapes."""
     return Captured(fx.symbolic_trace(model), list(args))
@@ -267,11 +301,4 @@ class _Evaluator:
         args, kwargs = fx.map_arg(node.args, read), fx.map_arg(node.kwargs, read)
         if fresh:  # the adds of a step may be spelled in place
             args = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
-        module = self.captured.module
-        if node.op == "get_attr":
-            return operator.attrgetter(str(node.target))(module)
-        if node.op == "call_module":
-            return module.get_submodule(str(node.target))(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)
+        return call(self.captured.module, node, args, kwargs)

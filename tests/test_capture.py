@@ -116,9 +116,14 @@ def test_a_break_outside_the_stream_is_reported_and_converted_around() -> None:
     assert relative_error(model(x), want) < 1e-6
 
 
+def _break_and_copy(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x.clone()
+
+
 @pytest.mark.parametrize("layers", [3, 6], ids=["short pieces", "a piece that is a stream by itself"])
-def test_a_break_inside_the_stream_names_the_place(layers: int) -> None:
-    model, x = build(layers=layers, between=_break), example()
+def test_a_break_that_the_stream_cannot_be_followed_through_names_the_place(layers: int) -> None:
+    model, x = build(layers=layers, between=_break_and_copy), example()
     with pytest.raises(ac.GraphBreakError) as caught:
         ac.transform(model, x, config=CONFIG)
     file, line = caught.value.where.rsplit(":", 1)

@@ -11,7 +11,8 @@ import pytest
 
 import attnres_compile as ac
 from attnres_compile import errors
-from attnres_compile.errors import AttnResError, NoStreamError
+from attnres_compile.errors import AttnResError, InexactError, NoStreamError
+from attnres_compile.exactness import Exactness
 from attnres_compile.report import LeftAlone, TransformReport
 
 KINDS = [
@@ -20,14 +21,17 @@ KINDS = [
     if inspect.isclass(kind) and issubclass(kind, AttnResError) and kind.__module__ == errors.__name__
 ]
 REPORT = TransformReport(rejections=(LeftAlone("post_norm", "a post-norm", "layers.0", "model.py:3", "add"),))
+EXACT = Exactness(False, 0.5, None, 1e-5, "float32", 3, 0, "eval", randomised=False)
 
 
 def make(kind: type[AttnResError], **place: str) -> AttnResError:
-    return kind("what", report=REPORT, **place) if issubclass(kind, NoStreamError) else kind("what", **place)
+    if issubclass(kind, NoStreamError):
+        return kind("what", report=REPORT, **place)
+    return kind("what", exactness=EXACT, **place) if issubclass(kind, InexactError) else kind("what", **place)
 
 
 def test_hierarchy() -> None:
-    assert len(KINDS) == 16
+    assert len(KINDS) == 18
     assert issubclass(errors.RejectedStreamError, errors.NoStreamError)
     for kind, builtin in (
         (errors.ConfigError, ValueError),
@@ -78,6 +82,8 @@ def test_pickle(kind: type[AttnResError]) -> None:
     assert vars(again) == vars(error)
     if isinstance(again, NoStreamError):
         assert again.report == REPORT
+    if isinstance(again, InexactError):
+        assert again.exactness == EXACT
 
 
 def _raise() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnres_compile.errors import ConfigError
-from attnres_compile.kernels import cpu, ops, plain
+from attnres_compile.kernels import cpu, differentiation, ops, plain
 
 _WHERE = "attnres_compile.ops.depth_attention"
 
@@ -79,7 +79,9 @@ def depth_attention(
 def _one(query: Tensor, sources: list[Tensor], eps: float, gain: float, scale: float, normalized: bool) -> Tensor:
     """The read of one query, by whatever is fastest where it runs."""
     compiling = torch.compiler.is_compiling()
-    if not compiling and all(tensor.is_cpu for tensor in (query, *sources)) and cpu.served(sources[0].dtype):
+    # The compiled kernel knows gradients alone.
+    native = not compiling and not differentiation.transformed([query, *sources])
+    if native and all(tensor.is_cpu for tensor in (query, *sources)) and cpu.served(sources[0].dtype):
         return cpu.mix_through(query, sources, -1, eps, gain, scale, normalized)[0]
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, *sources))
     found: list[Tensor] = torch.ops.attnres.site.default(

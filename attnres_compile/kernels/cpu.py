@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnres_compile.kernels import ops, plain
+from attnres_compile.kernels import differentiation, ops, plain
 
 # How the library counts dtypes.
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
@@ -112,8 +112,7 @@ def _mix_cpu_backward(
     kind = _KINDS.get(first.dtype)
     loaded = library()
     if kind is None or loaded is None:
-        query_grad, *grads = plain.mix_backward(grad, query, sources, dim, eps, gain, scale, normalized)
-        return [query_grad, *_accumulate(grads, accumulated, slots)]
+        return _mix_backward_plainly(grad, query, sources, accumulated, slots, dim, eps, gain, scale, normalized)
     rows = _rows(sources, dim)
     (grad_rows,) = _rows([grad.to(first.dtype)], dim)
     have = _rows([value.to(first.dtype) for value in accumulated], dim)
@@ -171,6 +170,18 @@ def _accumulate(grads: list[Tensor], accumulated: list[Tensor], slots: list[int]
     ]
 
 
+def _mix_backward_plainly(
+    grad: Tensor,
+    query: Tensor,
+    sources: list[Tensor],
+    accumulated: list[Tensor],
+    slots: list[int],
+    *options: Any,
+) -> list[Tensor]:
+    query_grad, *grads = plain.mix_backward(grad, query, sources, *options)
+    return [query_grad, *_accumulate(grads, accumulated, slots)]
+
+
 def _mix_cpu_fake(query: Tensor, sources: list[Tensor], *_: Any) -> Tensor:
     return torch.empty_like(sources[0])
 
@@ -188,10 +199,7 @@ for _name, _implementation, _fake in (
 ):
     ops.LIBRARY.impl(_name, _implementation, "CPU")
     torch.library.register_fake(f"attnres::{_name}", _fake, lib=ops.LIBRARY)
-# Without a formula of its own a second derivative would be partial, and say nothing.
-torch.library.register_autograd(
-    "attnres::mix_cpu_backward", ops.refuse_second_derivative("mix_cpu_backward"), lib=ops.LIBRARY
-)
+differentiation.register_plainly(ops.LIBRARY, "mix_cpu_backward", _mix_backward_plainly)
 
 
 class _MixThrough(torch.autograd.Function):

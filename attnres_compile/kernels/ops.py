@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnres_compile.errors import PlainExecutionError
-from attnres_compile.kernels import checks, plain
+from attnres_compile.kernels import checks, differentiation, plain
 
 _ARGUMENTS = "int dim, float eps, float gain, float scale, bool normalized"
 
@@ -63,15 +63,6 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     )
 
 
-def refuse_second_derivative(name: str) -> Callable[..., Any]:
-    """The autograd formula of the backward operator ``name``."""
-
-    def refuse(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(f"depth attention has no second derivative: attnres::{name} was differentiated")
-
-    return refuse
-
-
 def _declare(token: Tensor, queries: list[Tensor], plan: str) -> None:
     raise PlainExecutionError(
         "A transformed model was about to run without its depth attention: its residual stream would have been "
@@ -96,8 +87,8 @@ for _key in ("Autograd", "ADInplaceOrView"):
 torch.library.register_fake("attnres::mix", _mix_fake, lib=LIBRARY)
 torch.library.register_fake("attnres::mix_backward", _mix_backward_fake, lib=LIBRARY)
 torch.library.register_fake("attnres::declare", _declare_fake, lib=LIBRARY)
-torch.library.register_autograd("attnres::mix", _differentiate, setup_context=_save, lib=LIBRARY)
-torch.library.register_autograd("attnres::mix_backward", refuse_second_derivative("mix_backward"), lib=LIBRARY)
+differentiation.register(LIBRARY, "mix", plain.mix, _differentiate, _save)
+differentiation.register_plainly(LIBRARY, "mix_backward", plain.mix_backward)
 DECOMPOSITIONS[torch.ops.attnres.mix.default] = plain.mix
 DECOMPOSITIONS[torch.ops.attnres.mix_backward.default] = plain.mix_backward
 

@@ -1,6 +1,6 @@
 """Autograd of the operators for the two phases and for whole sites.
 
-Backward operators have no formula of their own: a second derivative is refused.
+Backward operators have no formula of their own: they are differentiated through their plain code.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnres_compile.kernels import ops, phase_ops
+from attnres_compile.kernels import differentiation, phase_ops
 from attnres_compile.kernels.ops import LIBRARY
 from attnres_compile.kernels.plain import FRESH, UNWANTED
-
-assert phase_ops  # defines what formulas are registered for
 
 
 def _slots(wanted: Sequence[bool]) -> list[int]:
@@ -219,11 +217,22 @@ def _differentiate_site(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]
     )
 
 
+def _site_backward_plainly(*arguments: Any) -> list[Tensor]:
+    """``plain_phases.site_backward`` from its true inputs: ``h`` and ``total`` are results, kept without a history."""
+    before, after = arguments[:7], arguments[9:]
+    found: list[Tensor] = phase_ops.PLAIN["site_backward"](*before, None, None, *after)
+    return found
+
+
 for _name, _formula, _keep in (
     ("inter", _differentiate_inter, _save_inter),
     ("merge", _differentiate_merge, _save_merge),
     ("site", _differentiate_site, _save_site),
 ):
-    torch.library.register_autograd(f"attnres::{_name}", _formula, setup_context=_keep, lib=LIBRARY)
-    _second = ops.refuse_second_derivative(f"{_name}_backward")
-    torch.library.register_autograd(f"attnres::{_name}_backward", _second, lib=LIBRARY)
+    differentiation.register(LIBRARY, _name, phase_ops.PLAIN[_name], _formula, _keep)
+for _name, _plainly in (
+    ("inter_backward", phase_ops.PLAIN["inter_backward"]),
+    ("merge_backward", phase_ops.PLAIN["merge_backward"]),
+    ("site_backward", _site_backward_plainly),
+):
+    differentiation.register_plainly(LIBRARY, _name, _plainly)

@@ -202,7 +202,13 @@ def like(value: Tensor, model: Tensor) -> Tensor:
     """``value`` in the dtype of ``model`` and with the strides of ``torch.empty_like(model)``; never ``model``."""
     value = value.to(model.dtype)
     wanted = torch.empty_like(model)
-    return value if value.stride() == wanted.stride() else wanted.copy_(value)
+    if value.stride() == wanted.stride():
+        return value
+    if torch._C._are_functorch_transforms_active():
+        # There a new tensor does not take what a transform wraps.
+        order = sorted(range(value.dim()), key=wanted.stride, reverse=True)
+        return value.permute(order).contiguous().permute(sorted(range(value.dim()), key=order.__getitem__))
+    return wanted.copy_(value)
 
 
 def spread(vector: Tensor, source: Tensor, dim: int) -> Tensor:

@@ -174,6 +174,11 @@ def _function_name(target: Any) -> str:
     return f"{home}.{name}"
 
 
+def is_foreign(name: str) -> bool:
+    """Whether an op of this name is somebody else's operator, or a function with a gradient of its own."""
+    return "::" in name or name == "autograd_function_apply"
+
+
 def is_metadata(node: fx.Node) -> bool:
     """Whether ``node`` asks only for a shape, a dtype or the like."""
     name = name_of(node)

@@ -211,7 +211,7 @@ def in_a_row(starts: Mapping[fx.Node, fx.Node], least: int) -> list[fx.Node]:
         if base in length:
             follows[base] = node
     found: set[fx.Node] = set()
-    for node in reversed(starts):
+    for node in reversed(list(starts)):
         if length[node] >= least or follows.get(node) in found:
             found.add(node)
     return [node for node in starts if node in found]

@@ -132,7 +132,9 @@ class Scanner:
     def _anchor_weight(self, node: fx.Node) -> fx.Node | None:
         """The weight of a learned contraction, or ``None`` if ``node`` is none."""
         name = ops.name_of(node)
-        if name in ops.CONTRACTIONS:
+        # What somebody else's operator does with data and a matrix of the model is taken for a product.
+        foreign = ops.is_foreign(name) and not all(self.constant[i] for i in node.all_input_nodes)
+        if name in ops.CONTRACTIONS or foreign:
             return next((i for i in node.all_input_nodes if self.constant[i] and self.rank[i] >= 2), None)
         if name.startswith("module:"):
             module = ops.module_of(node)

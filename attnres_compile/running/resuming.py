@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from attnres_compile.parameters import CHILD
+from attnres_compile.checkpoint_files import is_query_key
 from attnres_compile.running.patch import Patch
 
 
@@ -42,13 +42,17 @@ class Checkpoints:
         return {optimizer: index for ref, index, _ in self._optimizers if (optimizer := ref()) is not None}
 
     def restore_model(self) -> tuple[int, int]:
-        """Load what was kept, now that the model is converted: tensors loaded, and tensors that found no place."""
+        """Load what was kept, now that the model is converted: tensors loaded, and tensors that found no place.
+
+        Raises:
+            CheckpointError: they are those of another conversion.
+        """
         self._module_load.stop()
         loaded = left = 0
         for ref, kept in self._models:
             module = ref()
             own = set() if module is None else set(module.state_dict())
-            fits = {key: value for key, value in kept.items() if key in own}
+            fits = _like(kept, {key: value for key, value in kept.items() if key in own})
             if module is not None and fits:
                 module.load_state_dict(fits, strict=False)
             loaded, left = loaded + len(fits), left + len(kept) - len(fits)
@@ -83,20 +87,16 @@ class Checkpoints:
         return load_state_dict
 
     def _without_queries(self, module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        ours = [key for key in state_dict if isinstance(key, str) and CHILD in key.split(".")]
+        ours = [key for key in state_dict if is_query_key(key)]
         if not ours:
             return state_dict
         own = set(module.state_dict())
-        kept = {key: state_dict[key] for key in ours if key not in own}
+        kept = _like(state_dict, {key: state_dict[key] for key in ours if key not in own})
         if not kept:
             return state_dict
         self._models = [(ref, old) for ref, old in self._models if ref() is not module]
         self._models.append((weakref.ref(module), kept))
-        rest = OrderedDict((key, value) for key, value in state_dict.items() if key not in kept)
-        metadata = getattr(state_dict, "_metadata", None)
-        if metadata is not None:
-            rest._metadata = metadata  # type: ignore[attr-defined]
-        return rest
+        return _like(state_dict, {key: value for key, value in state_dict.items() if key not in kept})
 
     def _watched_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -128,6 +128,15 @@ class Checkpoints:
             groups[index]["param_names"] = groups[index]["param_names"][: len(groups[index]["params"])]
         state = {key: value for key, value in state_dict["state"].items() if key not in beyond}
         return {**state_dict, "param_groups": groups, "state": state}
+
+
+def _like(state_dict: Mapping[str, Any], items: dict[str, Any]) -> OrderedDict[str, Any]:
+    """Some items of a state_dict, with what it says of the modules."""
+    part = OrderedDict(items)
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        part._metadata = metadata  # type: ignore[attr-defined]
+    return part
 
 
 __all__ = ["Checkpoints"]

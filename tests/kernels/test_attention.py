@@ -141,15 +141,6 @@ def test_gradcheck(without_library: bool, monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.autograd.gradcheck(call, (query, weight, *sources))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("reads", [None, 2])
-def test_second_derivatives_are_refused(reads: int | None, dtype: torch.dtype) -> None:
-    query, sources = problem(reads=reads, dtype=dtype)
-    (first,) = torch.autograd.grad(depth_attention(query, sources).square().sum(), query, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        first.sum().backward()
-
-
 def test_compiled_cpu_kernel_serves_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     if cpu.library() is None:
         pytest.fail("the compiled kernels were not built: this test needs a C++ compiler")

@@ -70,14 +70,6 @@ def test_fake_tensors_and_meta_agree_with_real_ones(name: str) -> None:
     assert meta.shape == layouts[0].shape
 
 
-def test_second_derivative_is_refused() -> None:
-    query, sources = problem(torch.float64, grad=True)
-    mixed = torch.ops.attnres.mix(query, sources, *OPTIONS)
-    (first,) = torch.autograd.grad(mixed.square().sum(), [query], create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        first.sum().backward()
-
-
 @pytest.mark.parametrize(
     ("query", "sources", "message"),
     [

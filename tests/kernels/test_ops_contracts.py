@@ -191,21 +191,6 @@ def test_some_inputs_without_gradient() -> None:
         assert_close(found, [everything[at] for at in wanted], 1e-12)
 
 
-def test_second_derivatives_are_refused() -> None:
-    problem = site("mix")
-    normal = generator()
-    mixed = normal(2, 3, 8).requires_grad_()
-    lse = normal(2, 3).requires_grad_()
-    for value in (
-        problem.operator()[0],
-        OPS.inter([problem.query], problem.sources, *Read().inter)[0],
-        OPS.merge(problem.query, mixed, lse, problem.sources[0], *Read().merge),
-    ):
-        (first,) = torch.autograd.grad(value.square().sum(), [problem.query], create_graph=True)
-        with pytest.raises(NotImplementedError, match="second derivative"):
-            first.sum().backward()
-
-
 QUERY, SOURCE, WRONG = torch.zeros(8), torch.zeros(2, 8), torch.zeros(1, 8)
 INTER, MERGE, FUSED = (-1, 1e-6, 1.0, False), (-1, 1e-6, 1.0, 1.0, False), ("", 0.0, -1, 1e-6, 1.0, 1.0, False)
 

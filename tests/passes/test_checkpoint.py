@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import attnres_compile as ac
+from attnres_compile.passes.checkpoint import close_regions, make_eager, open_regions
 from tests.helpers import outputs_and_gradients, randomize, randomize_queries, relative_error
 from tests.models import WIDTH, Block
 
@@ -145,15 +147,39 @@ def test_every_way_in(backend: str) -> None:
     assert relative_error(run(X), want) > 1e-3
 
 
-def test_nested_regions_are_left_alone_by_name() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = build("layers")
+class _Scaled(nn.Module):
+    """A body with a constant of its own."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64)
 
-    with pytest.raises(ac.NoStreamError) as caught:
-        ac.transform(Nested(), X, config=CONFIG)
-    assert "checkpointed" in {rejection.reason for rejection in caught.value.report.rejections}
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (x + torch.nn.functional.linear(x * self.scale, weight),)
+
+
+def test_a_constant_of_a_region_is_handed_in() -> None:
+    """By hand: dynamo hands constants in by itself."""
+    root = nn.Module()
+    root.add_module("body", torch.fx.symbolic_trace(_Scaled()))
+    graph = torch.fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    for _ in range(4):
+        call = graph.call_function(
+            torch.ops.higher_order.tag_activation_checkpoint, (graph.get_attr("body"), x, weight)
+        )
+        x = graph.call_function(operator.getitem, (call, 0))
+    graph.output(x)
+    module = torch.fx.GraphModule(root, graph)
+    given = X.detach(), torch.randn(WIDTH, WIDTH, dtype=torch.float64)
+    want = given[0]
+    for _ in range(4):
+        (want,) = _Scaled()(want, given[1])
+    regions = open_regions(module)
+    assert [region.parent for region in regions] == [None] * 4
+    assert all(node.target != "body" for node in module.graph.nodes)
+    close_regions(module, regions)
+    module.graph.lint()
+    make_eager(module)
+    module.recompile()
+    assert torch.equal(module(*given), want)

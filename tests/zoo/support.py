@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import torch
@@ -42,11 +44,26 @@ def eager_config(**options: Any) -> ac.AttnResConfig:
 def convert(
     family: Family, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """The family's model converted, and its pseudo-queries in depth order."""
-    model = prepare(family, dtype, seed)
-    converted = ac.transform(model, example(family, dtype), config=eager_config(**options))
+    """The family's model converted, and its pseudo-queries in depth order.
+
+    One conversion serves all tests that want the same: each gets a copy, with the weights of ``seed``.
+    """
+    model = copy.deepcopy(_converted(family, dtype, tuple(sorted(options.items()))))
+    queries = ac.pseudo_queries(model)
+    if seed:
+        randomize(model, seed)
+        with torch.no_grad():
+            for query in queries.values():
+                query.zero_()
+    return model, queries
+
+
+@functools.cache
+def _converted(family: Family, dtype: torch.dtype, options: tuple[tuple[str, Any], ...]) -> nn.Module:
+    model = prepare(family, dtype)
+    converted = ac.transform(model, example(family, dtype), config=eager_config(**dict(options)))
     assert converted is model
-    return model, ac.pseudo_queries(model)
+    return model
 
 
 def original_parameters(model: nn.Module, queries: dict[str, nn.Parameter]) -> dict[str, Tensor]:

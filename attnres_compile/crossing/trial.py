@@ -1,0 +1,160 @@
+"""A stream that is followed through graph breaks, compared with the same stream rewritten whole.
+
+The recording holds all of it in one graph, which the ordinary passes rewrite. With the same random queries the model
+in pieces must compute the same numbers; if anything between two graphs does something to the stream that nobody saw,
+it does not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from attnres_compile.comparison import compare, named_tensors
+from attnres_compile.config import AttnResConfig
+from attnres_compile.conversion import ConvertedForward
+from attnres_compile.crossing.recording import Recording
+from attnres_compile.crossing.route import Route
+from attnres_compile.errors import AttnResError, GraphBreakError
+from attnres_compile.guarding import untouched
+from attnres_compile.inputs import Inputs
+from attnres_compile.parameters import CHILD, Declaration, DepthQueries
+from attnres_compile.passes.plan import BlockPlan
+from attnres_compile.passes.rewrite import QueryNodes, rewrite
+
+_SEED = 20_160
+_REMOVE = "Remove what breaks the graph (TORCH_LOGS=graph_breaks shows all places)"
+# Largest difference of two results, in units of the larger one. Both run op by op, in the same order; a source at the
+# wrong place moves a result by a tenth or more.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A module whose stream would be followed in pieces.
+
+    Attributes:
+        path: of the module.
+        plans: of its stream, in the recording.
+        route: of its stream.
+        broken: where tracing it stops, ``file:line``.
+        regions: paths, relative to it, of the modules that are compiled on their own.
+    """
+
+    path: str
+    plans: tuple[BlockPlan, ...]
+    route: Route
+    broken: str = ""
+    regions: tuple[str, ...] = ()
+
+
+def prove(
+    model: nn.Module, inputs: Inputs, candidates: Sequence[Candidate], recording: Recording, config: AttnResConfig
+) -> None:
+    """Run ``model`` in pieces with random queries, and compare with the rewritten recording, which is used up.
+
+    Nothing of the model is changed when this returns or raises.
+
+    Raises:
+        GraphBreakError: the numbers differ, or the stream is lost on the way.
+    """
+    trial = replace(config, lowering="eager", two_phase="off", fuse="off")
+    where = next((item.broken for item in candidates if item.broken), "")
+    if any(value.is_meta for value in recording.given):
+        raise GraphBreakError(
+            "a graph break inside a residual stream of a model on the meta device: whether it can be followed is "
+            "shown by numbers",
+            module=candidates[0].path,
+            where=where,
+            remedy="Transform the model on a device with memory, or remove what breaks the graph",
+        )
+    with untouched(model):
+        queries = {item.path: _random_queries(model.get_submodule(item.path), item, trial) for item in candidates}
+        want = _whole(recording, candidates, queries, trial)
+        for item in candidates:
+            owner = model.get_submodule(item.path)
+            owner._modules[CHILD] = queries[item.path]
+            owner.__dict__["forward"] = ConvertedForward(owner, item.route, item.regions)
+        torch.manual_seed(_SEED)
+        try:
+            returned = model(*_copied(inputs.args), **_copied(inputs.kwargs))
+        except AttnResError as error:
+            found = f"{error.what} ({error.where})" if error.where and where else error.what
+            raise GraphBreakError(
+                f"a graph break inside a residual stream that cannot be followed: {found}",
+                module=candidates[0].path,
+                where=where or error.where,
+                remedy=error.remedy,
+            ) from error
+        except Exception as error:  # The recording ran: this comes of running in pieces.
+            raise GraphBreakError(
+                f"a graph break inside a residual stream that cannot be followed: in pieces the model fails with "
+                f"{type(error).__name__}",
+                module=candidates[0].path,
+                where=where,
+                remedy=_REMOVE,
+            ) from error
+        got = {name: value.detach() for name, value in named_tensors(returned) if name in want}
+    difference = compare(want, got, floor=1e-3)
+    tolerance = max(_TOLERANCE.get(value.dtype, 5e-2) for value in want.values()) if want else 0.0
+    if not want or not difference.equal or (difference.error or 0.0) > tolerance:
+        raise GraphBreakError(
+            "a residual stream in pieces computes something else than the whole one: what runs between its graphs "
+            f"changes it in a way that was not seen ({difference.worst or 'no result'}: {difference.error})",
+            module=candidates[0].path,
+            where=where,
+            remedy=_REMOVE,
+        )
+
+
+def _random_queries(owner: nn.Module, item: Candidate, config: AttnResConfig) -> DepthQueries:
+    like = next((p for p in owner.parameters() if p.is_floating_point()), None)
+    made = DepthQueries(
+        Declaration.of(item.plans, config),
+        dtype=like.dtype if like is not None else None,
+        device=like.device if like is not None else None,
+    )
+    generator = torch.Generator().manual_seed(_SEED)
+    for parameter in made.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return made
+
+
+def _whole(
+    recording: Recording, candidates: Sequence[Candidate], queries: dict[str, DepthQueries], config: AttnResConfig
+) -> dict[str, Tensor]:
+    """What the recorded call returns with depth attention, computed by its one graph."""
+    module = recording.module
+    graph = module.graph
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for number, item in enumerate(candidates):
+        made = queries[item.path]
+        module.add_submodule(f"{CHILD}_{number}", made)
+
+        def bring(key: str, made: DepthQueries = made, number: int = number) -> fx.Node:
+            with graph.inserting_before(first):
+                node = graph.get_attr(f"{CHILD}_{number}.{key}")
+            node.meta["val"] = getattr(made, key).detach().to("meta")
+            return node
+
+        norms = made.key_norms()
+        nodes = {
+            site: QueryNodes(bring(key), bring(f"{key}_key_norm") if norms else None) for site, key in made.keys.items()
+        }
+        rewrite(graph, item.plans, nodes, config)
+    module.recompile()
+    torch.manual_seed(_SEED)
+    results = module(*recording.given)
+    return {name: results[place] for name, place in recording.results.items()}
+
+
+def _copied(values: Any) -> Any:
+    try:
+        return copy.deepcopy(values)
+    except Exception:  # Not every input can be copied (a tensor with a history cannot); then it is used as it is.
+        return values

@@ -1,0 +1,23 @@
+"""Random networks as ``torch.fx`` traces them: converted ones compute what they must, every add is accounted for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.properties import drawing
+from tests.properties.searching import search
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_any_networks(part: int) -> None:
+    search("any", drawing.networks(), 240, part)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_plain_networks_are_converted_whole(part: int) -> None:
+    search("plain", drawing.plain_networks(), 240, part)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_what_cuts_a_stream_is_left_alone(part: int) -> None:
+    search("any", drawing.cut_networks(), 240, 10 + part)

@@ -1,0 +1,116 @@
+"""Whether a converted model is exact, where float32 alone cannot tell; :mod:`tests.zoo.survey.measure` has the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attnres_compile import comparison, exactness
+from attnres_compile.inputs import Inputs
+from tests.zoo.survey.models import twin
+from tests.zoo.survey.wording import one_line
+
+# How many times further off than one rounding of every parameter a converted model may be, where float64 cannot decide.
+FACTOR = 10.0
+# How far a rounding error falls at least from float32 to float64.
+FALL = 1e7
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the comparison ended.
+
+    Attributes:
+        exact: whether the model is.
+        output_error, gradient_error: relative, in float32.
+        detail: the numbers, where float32 did not decide.
+    """
+
+    exact: bool
+    output_error: float | None
+    gradient_error: float | None
+    detail: str = ""
+
+
+def judged(model: nn.Module, inputs: Inputs, verified: Callable[[torch.dtype | None], exactness.Exactness]) -> Verdict:
+    """Compares, and compares again as far as it takes to tell rounding from an error.
+
+    Args:
+        model: the original.
+        inputs: what to call it with.
+        verified: compares in a dtype; ``None`` is the model's own.
+    """
+    single = verified(None)
+    exact, detail = (True, "") if single.holds else _decided(model, inputs, single, verified)
+    return Verdict(exact, single.output_error, single.gradient_error, detail)
+
+
+def _decided(
+    model: nn.Module,
+    inputs: Inputs,
+    single: exactness.Exactness,
+    verified: Callable[[torch.dtype | None], exactness.Exactness],
+) -> tuple[bool, str]:
+    in_single = _numbers("float32", single)
+    if max(single.output_error or 0.0, single.gradient_error or 0.0) <= single.tolerance:
+        # Shapes, dtypes, integers or queries without gradients: not for float64 to judge.
+        return False, f"{in_single}; {'; '.join(single.notes)}"
+    try:
+        double = verified(torch.float64)
+    except Exception as error:
+        return _by_rounding(model, inputs, single, f"{in_single}; float64 does not run: {one_line(error)}")
+    in_double = f"{in_single}; {_numbers('float64', double)}"
+    if double.holds or _fell(single, double):
+        return True, f"{in_double}: ill-conditioned, float64 decided"
+    if double.dtype != "float64":
+        return _by_rounding(model, inputs, single, f"{in_double}; computes in {double.dtype} in places")
+    worst = f"worst: {double.worst_output}, {double.worst_gradient}"
+    return False, "; ".join([in_double, worst, *double.notes])
+
+
+def _fell(single: exactness.Exactness, double: exactness.Exactness) -> bool:
+    """Whether nothing is left in float64 of the errors in float32 but what rounding leaves."""
+    if double.dtype != "float64" or double.notes:
+        return False
+    pairs = ((single.output_error, double.output_error), (single.gradient_error, double.gradient_error))
+    limits = [(max(exactness.TOLERANCES[torch.float64], min(one or 0.0, 1.0) / FALL), two or 0.0) for one, two in pairs]
+    return all(two <= limit for limit, two in limits)
+
+
+def _by_rounding(model: nn.Module, inputs: Inputs, single: exactness.Exactness, numbers: str) -> tuple[bool, str]:
+    """Whether the error is what one rounding of every parameter does to the original."""
+    output, gradient = rounding(model, inputs)
+    numbers += f"; one rounding of the parameters moves outputs by {output:.1e}, gradients by {gradient:.1e}"
+    if (single.output_error or 0.0) <= FACTOR * output and (single.gradient_error or 0.0) <= FACTOR * gradient:
+        return True, f"{numbers}: ill-conditioned, that decided"
+    return False, numbers
+
+
+def rounding(model: nn.Module, inputs: Inputs) -> tuple[float, float]:
+    """How far outputs and gradients of a float32 model move when each parameter is moved by up to one rounding.
+
+    Returns:
+        The relative errors, as :func:`attnres_compile.verify` has them.
+    """
+    moved = twin(model)
+    generator = torch.Generator().manual_seed(1)
+    eps = torch.finfo(torch.float32).eps
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            if parameter.is_floating_point():
+                parameter.mul_(1 + eps * torch.randint(-1, 2, parameter.shape, generator=generator).to(parameter.dtype))
+    with comparison.same_randomness(), torch.enable_grad():
+        before, after = comparison.run(twin(model), inputs, 0), comparison.run(moved, inputs, 0)
+    outputs = comparison.compare(before.outputs, after.outputs, floor=0.0)
+    gradients = comparison.compare(before.gradients, after.gradients, floor=exactness.GRADIENT_FLOOR)
+    return outputs.error or 0.0, gradients.error or 0.0
+
+
+def _numbers(dtype: str, result: exactness.Exactness) -> str:
+    def text(value: float | None) -> str:
+        return "none" if value is None else f"{value:.1e}"
+
+    return f"{dtype}: outputs {text(result.output_error)}, gradients {text(result.gradient_error)}"
