@@ -186,11 +186,13 @@ def _whole(model: nn.Module, inputs: Inputs, root: nn.Module | None = None) -> f
 
 
 def numbers_from_data() -> contextlib.AbstractContextManager[Any]:
-    """While open, dynamo traces numbers read from tensors (``counts.tolist()``) instead of breaking the graph.
+    """While open, dynamo traces what is read from tensors - numbers, or sizes (``nonzero``) - instead of breaking.
 
     ``fullgraph=True`` does that by itself, so what runs must do it, too, to see the graph that was captured.
     """
-    return torch._dynamo.config.patch(capture_scalar_outputs=True)  # type: ignore[no-any-return]
+    return torch._dynamo.config.patch(  # type: ignore[no-any-return]
+        capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
+    )
 
 
 def _traced(call: _Call, backend: Callable[..., Any], inputs: Inputs, fullgraph: bool) -> None:

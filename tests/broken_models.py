@@ -69,6 +69,21 @@ class Branching(Block):
         return x + self.mlp(self.norm2(x))
 
 
+class Ordered(Block):
+    """The order of the two branches is the class's to say."""
+
+    swapped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        print(end="")
+        for second in (True, False) if self.swapped else (False, True):
+            if second:
+                x = x + self.mlp(self.norm2(x))
+            else:
+                x = x + self.mixer(self.norm1(x)).cumsum(1)
+        return x
+
+
 class Parallel(Block):
     """Both branches read one state, and one of them is not compiled."""
 

@@ -356,6 +356,16 @@ def test_a_branch_taken_the_other_way_raises(monkeypatch: pytest.MonkeyPatch) ->
     assert "broken_models.py" in caught.value.where
 
 
+def test_steps_in_another_order_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many steps and sites as before: only the lines tell that the queries would be those of others."""
+    model = converted(nets.network(nets.Ordered))
+    model(example())
+    monkeypatch.setattr(nets.Ordered, "swapped", True)
+    with pytest.raises(ac.PlanMismatchError, match="step 1 of the residual stream is another one") as caught:
+        model(example())
+    assert "broken_models.py" in caught.value.where
+
+
 def test_other_layers_raise() -> None:
     model = converted(nets.network(nets.Disabled))
     layers = model.encoder.layers

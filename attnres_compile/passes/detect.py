@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -229,7 +230,20 @@ def _stream(chain: _Chain, found: Scan) -> ResidualStream | None:
     size = value.shape[axes[1]] if value is not None else None
     if not isinstance(size, int):
         return None
-    return ResidualStream(chain.root, tuple(steps), _reads(chain.root, steps), axes, size)
+    written = tuple(_written([chain.root, *(step.node for step in steps)], found))
+    return ResidualStream(chain.root, tuple(steps), _reads(chain.root, steps), axes, size, written)
+
+
+def _written(states: list[fx.Node], found: Scan) -> Iterator[fx.Node]:
+    """The in-place scales that stand on a stream, or right behind it."""
+    for state in states:
+        todo = [state]
+        while todo:
+            for user in todo.pop().users:
+                if found.carried.get(user) is not None and found.base[user] is found.base[state]:
+                    todo.append(user)
+                    if user in found.written:
+                        yield user
 
 
 def _passes(start: fx.Node, end: fx.Node, found: Scan) -> tuple[fx.Node, ...]:
@@ -326,6 +340,7 @@ def _without_mutated(
     """
     while True:
         gone = {add for stream in streams for step in stream.steps for add in step.adds}
+        gone |= {write for stream in streams for write in stream.written}
         kept: list[ResidualStream] = []
         for stream in streams:
             write = _late_write(stream, memory, gone)

@@ -47,6 +47,12 @@ DROPOUTS = frozenset(
 )  # fmt: skip
 SCALES = frozenset({"mul", "multiply", "__mul__", "__rmul__", "div", "truediv", "true_divide", "divide"})
 
+# Scales that write into their first operand, and what computes the same without.
+INPLACE_SCALES = {
+    "imul": "mul", "__imul__": "mul", "mul_": "mul", "multiply_": "mul",
+    "itruediv": "div", "__itruediv__": "div", "div_": "div", "divide_": "div", "true_divide_": "div",
+}  # fmt: skip
+
 # A contraction sums over a dimension of its data against a weight. The value is the axis of its result that
 # holds the features it makes.
 CONTRACTIONS = {
@@ -194,6 +200,17 @@ def adds_zero(node: fx.Node) -> fx.Node | None:
         if isinstance(kept, fx.Node) and isinstance(number, (int, float)) and number == 0:
             return kept
     return None
+
+
+def make_functional(node: fx.Node) -> None:
+    """Let an in-place scale make a tensor of its own instead; nothing may look at what it wrote to afterwards."""
+    name = INPLACE_SCALES[name_of(node)]
+    if node.op == "call_method":
+        node.target = name
+    elif isinstance(node.target, torch._ops.OpOverload):
+        node.target = getattr(getattr(torch.ops.aten, name), node.target._overloadname)
+    else:
+        node.target = getattr(torch, name)
 
 
 def module_of(node: fx.Node) -> torch.nn.Module | None:

@@ -23,8 +23,8 @@ def link(root: fx.Node, tails: Container[fx.Node]) -> tuple[fx.Node, Reason] | N
         tails: the ends of all chains.
 
     Returns:
-        The end and the reason that names what was found (a norm, an activation, dropout, a clamp or a join of
-        parts), or ``None`` where the chain starts from something else.
+        The end and the reason that names what was found (a norm, an activation, dropout, a clamp, a join of
+        parts or a write), or ``None`` where the chain starts from something else.
     """
     value = facts.tensor(root)
     found: fx.Node | None = None
@@ -98,6 +98,7 @@ def _is_local(node: fx.Node, name: str) -> bool:
         or name in ops.SPLITS
         or name in ("expand", "detach")
         or name in ops.INPLACE_ADDS
+        or name in ops.INPLACE_SCALES
     )
 
 
@@ -112,6 +113,8 @@ def _reason(names: set[str]) -> Reason | None:
         return Reason.DROPOUT_ON_STREAM
     if names & ops.JOINS:
         return Reason.PARTIAL_UPDATE
+    if names & ops.INPLACE_SCALES.keys():
+        return Reason.MUTATED
     return None
 
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import LoweringError
-from attnres_compile.passes import facts
+from attnres_compile.passes import facts, ops
 from attnres_compile.passes.checkpoint import REGION
 from attnres_compile.passes.plan import BlockPlan, SitePlan
 from attnres_compile.passes.record import watched
@@ -115,6 +115,8 @@ class _Surgery:
     def stream(self, plan: BlockPlan) -> None:
         """Replace one stream's adds by block sums and its reads by mixes."""
         stream = plan.stream
+        for node in stream.written:
+            ops.make_functional(node)
         sites: dict[int, list[SitePlan]] = {}
         for site in plan.sites:
             if site.num_sources > 1:

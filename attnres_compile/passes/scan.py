@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from attnres_compile.passes import facts, lookalikes, ops
@@ -30,6 +31,7 @@ class Scan:
         rejections: adds that are no residual step, and why.
         base: each node's origin behind ops that keep every element (itself where there is none).
         carried: for each such op the operand whose elements it hands on.
+        written: in-place scales that count as their functional twins.
         contractions: learned contractions in graph order, each with the node of its weight.
         highways: ``t * f(x) + (1 - t) * x`` by its add, each with the origin of its ``x``.
         shifted: the same for ``(x + constant) + f(x)``, where something is done to the first sum in between.
@@ -42,6 +44,7 @@ class Scan:
     rejections: dict[fx.Node, Rejection] = field(default_factory=dict)
     base: dict[fx.Node, fx.Node] = field(default_factory=dict)
     carried: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    written: set[fx.Node] = field(default_factory=set)
     contractions: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
     highways: dict[fx.Node, fx.Node] = field(default_factory=dict)
     shifted: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -144,9 +147,11 @@ class Scanner:
 
     def _passed_operand(self, node: fx.Node, name: str) -> fx.Node | None:
         """The operand whose every element ``node`` hands on, maybe cast, re-laid or scaled; else ``None``."""
+        first = node.args[0] if node.args else None
+        if name in ops.INPLACE_SCALES and len(node.args) == 2 and facts.is_float(node):
+            return self._scaled_in_place(node)
         if not facts.is_float(node) or ops.written_argument(node):
             return None
-        first = node.args[0] if node.args else None
         lays = name in ops.RESHAPES or name in ops.PERMUTES or name in ops.SHUFFLES or name in ops.COPIES
         if lays or name in ops.CASTS:
             return first if isinstance(first, fx.Node) and facts.is_float(first) else None
@@ -157,6 +162,20 @@ class Scanner:
         if name in ops.SCALES and len(node.args) == 2:
             return self._scaled_operand(node, name)
         return None
+
+    def _scaled_in_place(self, node: fx.Node) -> fx.Node | None:
+        """The operand of ``x *= a`` where that could be ``x = x * a`` without anyone noticing."""
+        kept, factor = node.args
+        before = facts.tensor(kept) if isinstance(kept, fx.Node) else None
+        by = facts.tensor(factor) if isinstance(factor, fx.Node) else None
+        # A product would widen what a write does not.
+        widens = before is not None and by is not None and by.dim() > 0
+        if widens and torch.promote_types(before.dtype, by.dtype) != before.dtype:  # type: ignore[union-attr]
+            return None
+        if self._scaled_operand(node, "div") is not kept or not self.memory.is_functional(node):
+            return None
+        self.out.written.add(node)
+        return kept if isinstance(kept, fx.Node) else None
 
     def _scaled_operand(self, node: fx.Node, name: str) -> fx.Node | None:
         value = facts.tensor(node)

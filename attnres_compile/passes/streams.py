@@ -133,6 +133,7 @@ class ResidualStream:
         reads: the states that are read, in order.
         axes: feature dimension (>= 0) of the root and of each state.
         feature_dim: size of the features.
+        written: in-place scales of its states that are to make tensors of their own.
     """
 
     root: fx.Node
@@ -140,6 +141,7 @@ class ResidualStream:
     reads: tuple[Read, ...]
     axes: tuple[int, ...]
     feature_dim: int
+    written: tuple[fx.Node, ...] = ()
 
     def state(self, index: int) -> fx.Node:
         """The node whose value is the stream's after ``index`` steps."""

@@ -10,7 +10,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import attnres_compile as ac
-from tests.passes.support import BATCH, TOKENS, WIDTH, Bag, Stream, by_symbolic_trace, converted, study, tokens
+from tests.evaluate import Captured
+from tests.passes.support import (
+    BATCH,
+    TOKENS,
+    WIDTH,
+    Bag,
+    Stream,
+    by_dynamo,
+    by_symbolic_trace,
+    check_exact,
+    converted,
+    refused,
+    study,
+    tokens,
+)
 
 Between = Callable[[Stream, int, Tensor], Tensor]
 
@@ -464,3 +478,52 @@ def test_same_plan_for_reader_queries() -> None:
     stream = outcome.report.streams[0]
     # The first state is the root alone, which needs no query; norm and gate read each of the next three.
     assert len([site for site in stream.sites if site.query]) == 2 * 3 + 1
+
+
+# ------------------------------------------------------------------ scales in place
+
+
+def scaled_in_place(net: Stream, i: int, x: Tensor) -> Tensor:
+    x = x + net.f(i, x)
+    x *= net.parts[i].a
+    return x
+
+
+SCALE = {"parts": lambda i: Bag(a=torch.ones(1))}
+
+
+@pytest.mark.parametrize("trace", [by_dynamo, by_symbolic_trace])
+def test_scale_in_place_between_adds(trace: Callable[..., Captured]) -> None:
+    """The last one stands behind the stream, and is read by the norm."""
+    converted(Stream(scaled_in_place, **SCALE), trace=trace)
+
+
+def test_scale_in_place_by_method_and_by_number() -> None:
+    converted(Stream(lambda net, i, x: (x + net.f(i, x)).mul_(0.5).div_(net.parts[i].a), **SCALE))
+
+
+def test_scale_in_place_behind_adds_in_place() -> None:
+    """Without gradients: the original overwrites what its own backward needs."""
+
+    def step(net: Stream, i: int, x: Tensor) -> Tensor:
+        x += net.f(i, x)
+        x *= 1.5
+        return x
+
+    outcome = study(Stream(step))
+    assert outcome.sublayers == [4]
+    check_exact(outcome, gradients=False)
+
+
+def test_scale_in_place_that_an_older_reader_sees() -> None:
+    """What is returned as the state before is scaled with it: that must stay so, or the stream is left alone."""
+
+    def whole(net: Stream, x: Tensor) -> tuple[Tensor, ...]:
+        states = []
+        for i in range(4):
+            x = x + net.f(i, x)
+            states.append(x)
+            x *= 0.5
+        return (*states, net.head(x))
+
+    assert "mutated" in refused(Stream(lambda net, i, x: x, whole=whole))

@@ -11,12 +11,12 @@ def test_graphs_of_dynamo() -> None:
 
 
 def test_checkpointed_regions() -> None:
-    search("regions", drawing.region_networks(), 15)
+    search("regions", drawing.region_networks(), 12)
 
 
 def test_graph_breaks() -> None:
-    search("breaks", drawing.broken_networks(), 15)
+    search("breaks", drawing.broken_networks(), 10)
 
 
 def test_transform_and_revert() -> None:
-    search("transform", drawing.networks(), 10)
+    search("transform", drawing.networks(), 8)

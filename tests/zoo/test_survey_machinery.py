@@ -79,7 +79,7 @@ def test_a_part_is_told_from_the_whole() -> None:
 def test_more_than_was_counted_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.zoo.survey.measure._counted", lambda *_: (5,))
     row = measure(made.entry("stack"))
-    assert (row.status, row.reason, row.detail) == ("wrong", "more_than_counted", "counted 5, found 6")
+    assert (row.status, row.reason, row.detail) == ("differs", "more_than_counted", "counted 5, found 6")
 
 
 def test_a_stream_in_pieces_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:

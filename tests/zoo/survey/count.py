@@ -1,6 +1,7 @@
 """An independent count of a model's residual sublayers, by forward hooks on its modules and derivatives.
 
-It shares nothing with the package's detector: no traced graph, no list of operators, no names of classes.
+It shares nothing with the package's detector: no FX graph, no list of operators, and of classes it knows batch norms
+only. What is read is autograd's record of one eager forward.
 
 The rule
 --------

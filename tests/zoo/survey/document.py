@@ -21,7 +21,8 @@ MEANINGS = {
     "partly": "exact, but fewer sublayers than the count says",
     "refused": "nothing was converted, and the reason says why",
     "no_stream": "by the count it adds nothing up over depth, and nothing was converted",
-    "wrong": "converted and not exact, or more sublayers than the count says",
+    "differs": "exact, but with more sublayers than the count says; one of the two is mistaken",
+    "wrong": "converted and not exact",
     "not_run": "eager PyTorch cannot build or run it here",
     "error": "something failed that is no refusal",
     "timeout": "over the survey's limit of time",
@@ -149,6 +150,7 @@ def _model(row: Row) -> tuple[str, ...]:
 def _left(found: Sequence[Row]) -> Iterator[str]:
     """What is not converted whole, each with what its row says."""
     titles = {
+        "differs": "More than counted",
         "wrong": "Wrong",
         "error": "Failed",
         "timeout": "Over the limit of time",

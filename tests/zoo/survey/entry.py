@@ -21,9 +21,10 @@ class Entry:
 
     Attributes:
         name: unique over the whole survey: ``library/kind/model``, as ``transformers/causal-lm/llama``.
-        library: the package it comes from: ``transformers``, ``timm``, ``torchvision``, ``torch`` or ``x-transformers``.
-        kind: the group it is listed under: ``causal-lm``, ``masked-lm``, ``seq2seq``, ``vision``, ``audio``, ``multimodal``,
-            ``layers`` (torch.nn), ``configurations`` (x-transformers).
+        library: the package it comes from: ``transformers``, ``timm``, ``torchvision``, ``torch`` or
+            ``x-transformers``.
+        kind: the group it is listed under: ``causal-lm``, ``masked-lm``, ``seq2seq``, ``vision``, ``audio``,
+            ``multimodal``, ``layers`` (torch.nn), ``configurations`` (x-transformers).
         build: makes the model in eval mode on the CPU in float32, with random weights, small, 4 layers or 2 a stage.
             Raises :class:`NotBuilt` with the true reason where the library refuses or needs what is not there.
         inputs: makes the keyword arguments for one call: no labels, no cache. The same ones for equal seeds.

@@ -9,7 +9,10 @@ from attnres_compile.passes.streams import MESSAGES
 from tests.zoo.survey.row import Row
 
 # Reasons that name another design than an additive stream: nothing was missed there, and nothing could be converted.
-OTHER_DESIGNS = ("post_norm", "post_activation", "gated", "partial_update", "multi_lane", "no_adds")
+OTHER_DESIGNS = (
+    *("post_norm", "post_activation", "gated", "partial_update", "multi_lane", "depth_attention", "shared_weights"),
+    "no_adds",
+)
 # Converted, or refused with a reason.
 SETTLED = ("converted", "refused", "no_stream")
 SHARE = 0.95
@@ -50,6 +53,13 @@ def _goals(rows: Sequence[Row]) -> Iterator[Goal]:
     ran = [row for row in rows if row.status != "not_run"]
     wrong = [row for row in ran if row.status == "wrong"]
     yield Goal("not one model is converted wrongly", not wrong, f"{len(wrong)} of {len(ran)} that run")
+
+    differing = [row for row in ran if row.status == "differs"]
+    yield Goal(
+        "no model has more sublayers than the count by hooks says",
+        not differing,
+        f"{len(differing)} of {len(ran)}, all exact" + _but(iter(differing)) if differing else f"0 of {len(ran)}",
+    )
 
     causal = [row for row in ran if row.kind == "causal-lm"]
     settled = [row for row in causal if row.status in SETTLED and (row.status == "converted" or row.reason)]

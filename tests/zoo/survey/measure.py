@@ -195,7 +195,8 @@ def _whole(found: Findings) -> tuple[str, str, str]:
         return "converted", "", ""
     text = f"counted {sizes(found.expected)}, found {sizes(found.found)}"
     if sum(got) > sum(expected) or max(got) > max(expected, default=0):
-        return "wrong", "more_than_counted", text
+        # Exact all the same. Which of the two is right is for a reader of the model to say.
+        return "differs", "more_than_counted", text
     if sum(got) == sum(expected):
         return "partly", "split", text
     assert found.report is not None

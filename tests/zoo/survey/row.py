@@ -10,11 +10,15 @@ from typing import Any
 # partly: exact, but fewer sublayers than the count by hooks says.
 # refused: nothing converted, with a reason.
 # no_stream: it adds nothing up over depth by the count by hooks, and nothing was converted.
-# wrong: converted and not exact, or more sublayers than the count.
+# differs: exact, but more sublayers than the count by hooks says.
+# wrong: converted and not exact.
 # not_run: eager PyTorch cannot build or run it.
 # error: this package (or dynamo under it) raised something that is not one of its own refusals.
 # timeout, memory: limits of the survey.
-STATUSES = ("converted", "partly", "refused", "no_stream", "wrong", "not_run", "error", "timeout", "memory")
+STATUSES = (
+    *("converted", "partly", "refused", "no_stream", "differs", "wrong"),
+    *("not_run", "error", "timeout", "memory"),
+)
 
 
 @dataclass(frozen=True)

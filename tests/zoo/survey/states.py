@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.zoo.survey.hooked import Call, Edge, Recording, has_matrix, scale
+from tests.zoo.survey.derivatives import Edge, scale
+from tests.zoo.survey.hooked import Call, Recording, has_matrix
 
 
 def bits(indices: Iterable[int]) -> int:
