@@ -39,6 +39,11 @@ class Capture:
     breaks: tuple[GraphBreak, ...] = ()
 
 
+def _stopped() -> tuple[type[Exception], ...]:
+    """What stops the tracing of one graph where several could be made: a break, or control flow that data decides."""
+    return torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError
+
+
 class _Stop(Exception):
     """Raised by the capturing backend to end the call before anything runs."""
 
@@ -69,14 +74,14 @@ def capture(model: nn.Module, inputs: Inputs) -> Capture:
     """
     try:
         return Capture(_whole(model, inputs))
-    except torch._dynamo.exc.Unsupported as error:
+    except _stopped() as error:
         broken = GraphBreak(*_break(error))
         # Inputs that the model rejects can look like a graph break: let the model speak first.
         _Guarded(model, inputs).eagerly()
         try:
             # What broke it may have been a set-up that the model needs once.
             return Capture(_whole(model, inputs))
-        except torch._dynamo.exc.Unsupported:
+        except _stopped():
             return Capture(None, (broken,))
     except CaptureError:
         raise
@@ -102,7 +107,7 @@ def first_break(model: nn.Module, inputs: Inputs) -> GraphBreak | None:
     """Where tracing ``model`` as one graph stops, or ``None`` where it does not (or fails in another way)."""
     try:
         _whole(model, inputs)
-    except torch._dynamo.exc.Unsupported as error:
+    except _stopped() as error:
         return GraphBreak(*_break(error))
     except Exception:  # The caller has an error to raise already; this one would hide it.
         return None
@@ -145,7 +150,7 @@ def _trap(model: nn.Module, path: str, graphs: dict[str, fx.GraphModule]) -> Ite
                 # Copies: a view made without gradients may not be written in a graph that has them.
                 given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
                 graphs[path] = _whole(owner, Inputs(*given), model)
-            except torch._dynamo.exc.Unsupported as error:
+            except _stopped() as error:
                 reason, where = _break(error)
                 raise GraphBreakError(
                     f"a graph break inside a residual stream: {reason}",

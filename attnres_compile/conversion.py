@@ -94,7 +94,7 @@ class ConvertedForward:
             return self.previous(*args, **kwargs)
         return type(self._attnres_owner).forward(self._attnres_owner, *args, **kwargs)  # type: ignore[attr-defined]
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @torch._compile._disable_dynamo
     def apart(self, *args: Any, **kwargs: Any) -> Any:
         """Run outside of the graph that an outer compiler makes."""
         return self.run(*args, **kwargs)

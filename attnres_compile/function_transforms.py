@@ -88,7 +88,7 @@ def backend(compiler: Callable[..., Callable[..., Any]]) -> Callable[..., Callab
 
 
 # An outer compiler must not trace what takes transforms off.
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@torch._compile._disable_dynamo
 def run(
     forward: Converted, make: Callable[[], Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

@@ -77,7 +77,7 @@ class Ordered(Block):
     def forward(self, x: Tensor) -> Tensor:
         print(end="")
         for second in (True, False) if self.swapped else (False, True):
-            if second:
+            if second:  # noqa: SIM108 (each step has a line of its own)
                 x = x + self.mlp(self.norm2(x))
             else:
                 x = x + self.mixer(self.norm1(x)).cumsum(1)

@@ -56,7 +56,7 @@ def test_the_wheels_metadata(wheel: zipfile.ZipFile) -> None:
     assert f"Version: {ac.__version__}\n" in text
     assert "License-Expression: Apache-2.0\n" in text
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
-    assert set(re.findall(r"Provides-Extra: (\w+)", text)) == {"bench", "test", "examples", "plot"}
+    assert set(re.findall(r"Provides-Extra: (\w+)", text)) == {"bench", "test", "examples", "plot", "zoo"}
 
 
 def test_versions_agree() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from attnres_compile.crossing.journey import current
 from attnres_compile.crossing.piece import compiled_in_pieces
@@ -24,10 +23,15 @@ def compiled(model: nn.Module) -> tuple[str, ...]:
     """Paths of the modules of ``model`` that are compiled on their own, the outermost of each nest."""
     found: list[str] = []
     for path, module in model.named_modules():
-        own = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+        own = _is_wrapper(module) or module._compiled_call_impl is not None
         if own and not any(is_inside(path, other) for other in found):
             found.append(path)
     return tuple(found)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile(module)`` returns."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
 def is_inside(path: str, other: str) -> bool:
@@ -44,8 +48,8 @@ class Regions:
         self.call = compiled_in_pieces(own, route)
         for path in paths:
             region = owner.get_submodule(path)
-            if isinstance(region, OptimizedModule):
-                _wrap(region, "forward", region._orig_mod, self)
+            if _is_wrapper(region):
+                _wrap(region, "forward", region.get_submodule("_orig_mod"), self)
             else:
                 _wrap(region, "_compiled_call_impl", region, self)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -190,17 +189,29 @@ def _alone(chain: _Chain, projected: set[fx.Node]) -> Reason:
 
 
 def _shares_weights(chain: _Chain, found: Scan, memory: Memory) -> bool:
-    """Whether most steps of a chain contract with a weight that another step contracts with too."""
-    at = memory.position
-    starts = [at[record.base] for record in chain.records if record.base is not None]
-    ends = [at[record.node] for record in chain.records]
-    places = [at[node] for node, _ in found.contractions]
+    """Whether most steps of a chain make their branches with a weight that another step's branch is made with too."""
+    weights = dict(found.contractions)
     users: dict[fx.Node, set[int]] = {}
-    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        for _, weight in found.contractions[bisect_left(places, start) : bisect_left(places, end)]:
-            users.setdefault(weight, set()).add(index)
+    for index, record in enumerate(chain.records):
+        assert record.base is not None
+        for node in _since(record.base, [term.node for term in record.terms], memory):
+            if node in weights:
+                users.setdefault(weights[node], set()).add(index)
     sharing = {index for steps in users.values() if len(steps) > 1 for index in steps}
     return 2 * len(sharing) > len(chain.records)
+
+
+def _since(start: fx.Node, ends: list[fx.Node], memory: Memory) -> set[fx.Node]:
+    """What ``ends`` are computed from, themselves included, as far as it stands behind ``start``."""
+    first = memory.position[start]
+    found: set[fx.Node] = set()
+    todo = list(ends)
+    while todo:
+        node = todo.pop()
+        if node not in found and memory.position[node] > first:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
 
 
 # ------------------------------------------------------------------ from chain to stream

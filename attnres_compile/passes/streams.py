@@ -51,7 +51,7 @@ MESSAGES = {
     Reason.BROADCAST_SKIP: "the operands' shapes differ in a way that only a plain add can broadcast",
     Reason.UNRELATED_OPERANDS: "neither operand is computed from the other",
     Reason.OUTER_SKIP: "a skip around a converted stream, too short to be a stream of its own",
-    Reason.CHECKPOINTED: "an activation-checkpointed region that holds another one, or constants, is not looked into",
+    Reason.CHECKPOINTED: "an activation-checkpointed region that calls modules, or is used whole, is not looked into",
     Reason.UNKNOWN_FEATURES: "which dimension of the stream holds its features cannot be told",
     Reason.UNSUPPORTED_FORM: "this spelling of an add is not taken apart",
 }

@@ -507,3 +507,16 @@ def test_lanes_predicted_from_each_other() -> None:
 
     reasons = refused(Stream(lambda net, i, x: x, whole=whole, parts=lambda i: nn.Linear(WIDTH, 9)))
     assert reasons["multi_lane"] == 8, reasons
+
+
+def test_one_head_behind_every_step_is_no_loop() -> None:
+    """Deep supervision: a norm and a head that all states share are read beside the stream."""
+
+    def whole(net: Stream, x: Tensor) -> tuple[Tensor, ...]:
+        heads = []
+        for i in range(4):
+            x = x + net.f(i, x)
+            heads.append(net.head(net.norm(x)))
+        return tuple(heads)
+
+    converted(Stream(lambda net, i, x: x, whole=whole))

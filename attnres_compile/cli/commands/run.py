@@ -18,6 +18,7 @@ from attnres_compile.cli.passes import showing_passes
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError
 from attnres_compile.inputs import make_inputs
+from attnres_compile.recorded import to_header
 from attnres_compile.running import Conversion, Outcome, run_script
 from attnres_compile.views import running as view
 
@@ -193,7 +194,8 @@ def _write_queries(conversion: Conversion, file: Path, script: str, tell: Callab
     from safetensors.torch import save_file
 
     tensors = {name: value.detach().cpu().contiguous() for name, value in conversion.parameters().items()}
-    save_file(tensors, file, metadata={"format": "pt"})
+    records = {path: store.record for path, store in conversion.stores}
+    save_file(tensors, file, metadata={"format": "pt", **to_header(records)})
 
 
 def _writable(file: Path | None) -> None:
