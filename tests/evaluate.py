@@ -222,6 +222,7 @@ class _Evaluator:
         for stream, i in self.steps.values():
             for carrier in stream.plan.stream.steps[i].passes:
                 self.carriers.setdefault(carrier, []).append((stream, i))
+        self.written = {node for plan in plans for node in plan.stream.written}
         self.mixed: dict[tuple[SitePlan, fx.Node], Any] = {}
 
     def outputs(self) -> list[Tensor]:
@@ -299,6 +300,6 @@ class _Evaluator:
 
     def _call(self, node: fx.Node, read: Any, fresh: bool = False) -> Any:
         args, kwargs = fx.map_arg(node.args, read), fx.map_arg(node.kwargs, read)
-        if fresh:  # the adds of a step may be spelled in place
+        if fresh or node in self.carriers or node in self.written:  # these may be spelled in place
             args = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
         return call(self.captured.module, node, args, kwargs)

@@ -322,7 +322,8 @@ class Scanner:
             if not a and not b:
                 return None, None
         skip, branch = (left, right) if a else (right, left)
-        if branch.opened is not None and not self._same_tree(skip, branch):
+        twice = self.out.base[skip.head] is self.out.base[branch.head]
+        if branch.opened is not None and not twice and not self._same_tree(skip, branch):
             branch.close()
         return skip, branch
 

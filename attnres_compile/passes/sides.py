@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from attnres_compile.passes import facts, ops
+from attnres_compile.passes.sites import is_idle_cast
 from attnres_compile.passes.streams import Term
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ class Side:
         out = scanner.out
         node = term.node
         alone = term.product is None and list(node.users) == [reader] and not _twice(reader, node)
-        # sum([x + f, g]) is 0 + (x + f) + g.
+        # sum([x + f, g]) is 0 + (x + f) + g; a move to the device where a tensor is changes nothing either.
         self.zeros: list[fx.Node] = []
-        while alone and (behind := ops.adds_zero(node)) is not None and list(behind.users) == [node]:
+        while alone and (behind := _unchanged(node)) is not None and list(behind.users) == [node]:
             self.zeros.insert(0, node)
             node = behind
         record = out.steps.get(node, scanner.loose.get(node)) if alone and term.factor == 1.0 else None
@@ -108,6 +109,11 @@ class Side:
         if scanner.out.base[self.head] is scanner.out.base[other.term.node] and not other.term.product:
             return False
         return any(scanner.reach.get(factor, 0) & bit for factor in other.factors)
+
+
+def _unchanged(node: fx.Node) -> fx.Node | None:
+    """What ``node`` hands on as it is, or ``None``."""
+    return node.all_input_nodes[0] if is_idle_cast(node) else ops.adds_zero(node)
 
 
 def _twice(add: fx.Node, node: fx.Node) -> bool:

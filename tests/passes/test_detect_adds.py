@@ -203,3 +203,9 @@ def test_the_stream_may_not_broadcast() -> None:
         return net.head(x)
 
     assert set(refused(Stream(lambda net, i, x: x, whole=whole))) == {"broadcast_skip"}
+
+
+def test_skip_added_twice_around_an_unread_sum() -> None:
+    """``x + (x + f)``, the inner sum moved to where it is: one step, of which the skip is a term."""
+    converted(Stream(lambda net, i, x: x + (x + net.f(i, x)).to(x.device)))
+    converted(Stream(lambda net, i, x: (x + net.f(i, x)) + x))

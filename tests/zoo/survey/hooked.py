@@ -154,6 +154,7 @@ class _Hooks:
         self.stack: list[int] = []
         self.kept: list[Any] = []
         self.opened: dict[int, bool] = {}
+        self.fixed: dict[int, bool] = {}
         self.notes: set[str] = set()
         self.constants: dict[int, tuple[Tensor, Tensor]] = {}
         self.paths = {module: path for path, module in model.named_modules()}
@@ -196,6 +197,8 @@ class _Hooks:
         given = (list(args), kwargs)
         if call.parents and self.is_box(call, given, output):
             call.box = True
+            if not call.called and self.is_constant(module, given, output):
+                call.inputs = []
             untouched = {key for key, (tensor, version) in versions.items() if tensor._version == version}
             alone = not call.called and len(untouched) == len(versions)
             skipped = _skipped(module, given, output) if alone else None
@@ -225,6 +228,17 @@ class _Hooks:
         # A module that calls others, and beside them contracts what it is given with weights of its own.
         own = any(is_matrix(parameter) for parameter in call.module.parameters(recurse=False))
         return own and _computes(call.inputs, floats(output))
+
+    def is_constant(self, module: nn.Module, given: Any, output: Any) -> bool:
+        """Whether only the shapes of its inputs enter a module's output, as those of a table of positions."""
+        known = self.fixed.get(id(module))
+        if known is None:
+            try:
+                known = is_float(output) and bool(floats(given)) and torch.equal(output, _again(module, given, _zeros))
+            except Exception:  # It does not take zeros.
+                known = False
+            self.fixed[id(module)] = known
+        return known
 
     def is_open(self, module: nn.Module, given: Any, output: Any) -> bool:
         """Whether a module that calls no other one hands its input on; asked once per module."""
@@ -334,6 +348,9 @@ def _record(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
     model.eval()
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
+    with torch.no_grad():
+        # Some models change their own weights at their first call.
+        model(**pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, dict(inputs)))
     hooks = _Hooks(model)
     given = pytree.tree_map(lambda x: variable(x) if is_float(x) else x, dict(inputs))
     starts = hooks.edges(given)
