@@ -78,6 +78,7 @@ def test_kernels_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "d is not a power of two" in printed
 
 
+@pytest.mark.long
 def test_kernels_in_helpers_and_interpreted(tmp_path: Path) -> None:
     """As on a GPU: helpers check and measure, and the operators run the generated kernels."""
     file, folder = tmp_path / "kernels.json", tmp_path / "kernels"

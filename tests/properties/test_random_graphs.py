@@ -10,7 +10,7 @@ from tests.properties.searching import search
 
 @pytest.mark.parametrize("part", range(4))
 def test_any_networks(part: int) -> None:
-    search("any", drawing.networks(), 240, part)
+    search("any", drawing.networks(), 246, part)
 
 
 @pytest.mark.parametrize("part", range(2))

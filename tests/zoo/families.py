@@ -7,10 +7,11 @@ Sizes are small, mostly different from each other and often no powers of two, so
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -137,6 +138,20 @@ REFUSED: tuple[Family, ...] = (
 )
 
 BY_NAME: dict[str, Family] = {family.name: family for family in (*CONVERTED, *REFUSED)}
+
+
+# One per design of block and of cache; what is run on these alone by default, ``pytest -m long`` runs on the others.
+DISTINCT = frozenset(
+    {
+        *("llama", "gpt2", "bloom", "gemma3", "granite", "qwen3_moe", "gptj", "falcon_new_two_norms", "t5", "whisper"),
+        *("vit", "swin", "convnext", "torch_encoder_norm_first", "nanogpt"),
+    }
+)
+
+
+def each(families: Sequence[Family], first: Container[str] = DISTINCT) -> list[Any]:
+    """Parameters for a test of these families, marked as long but for those of ``first``."""
+    return [pytest.param(f, marks=() if f.name in first else pytest.mark.long) for f in families]
 
 
 def named(*names: str) -> list[Family]:

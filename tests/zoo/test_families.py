@@ -17,10 +17,10 @@ from tests.helpers import (
     randomize_queries,
     relative_error,
 )
-from tests.zoo.families import BY_NAME, CONVERTED, REFUSED, Family, named
+from tests.zoo.families import BY_NAME, CONVERTED, REFUSED, Family, each, named
 from tests.zoo.support import convert, eager_config, example, original_parameters, prepare, run_original
 
-each_family = pytest.mark.parametrize("family", CONVERTED, ids=str)
+each_family = pytest.mark.parametrize("family", each(CONVERTED), ids=str)
 
 
 @each_family
@@ -122,7 +122,7 @@ def test_conversion_is_exact_in_float64(family: Family) -> None:
     assert gradient_error(got.gradients, want.gradients) <= TOLERANCE[torch.float64]
 
 
-@pytest.mark.parametrize("family", [family for family in CONVERTED if family.dropout], ids=str)
+@pytest.mark.parametrize("family", each([family for family in CONVERTED if family.dropout]), ids=str)
 def test_dropout_with_a_fixed_seed_is_the_original_s(family: Family) -> None:
     want = run_original(family, training=True)
     still = run_original(family)
