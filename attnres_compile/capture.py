@@ -7,8 +7,6 @@ random state, buffers, gradients and caches stay as they were, and a model on th
 from __future__ import annotations
 
 import contextlib
-import copy
-import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from attnres_compile.dynamo_graphs import copy_graph_module
+from attnres_compile.dynamo_graphs import copy_graph_module, own_code
 from attnres_compile.errors import CaptureError, GraphBreakError
 from attnres_compile.inputs import Inputs
 from attnres_compile.passes import facts
@@ -50,9 +48,6 @@ class _Stop(Exception):
     def __init__(self, graph: fx.GraphModule) -> None:
         self.graph = graph
         super().__init__("captured")
-
-
-_NUMBERS = itertools.count()
 
 
 class _Call:
@@ -201,9 +196,7 @@ def numbers_from_data() -> contextlib.AbstractContextManager[Any]:
 
 
 def _traced(call: _Call, backend: Callable[..., Any], inputs: Inputs, fullgraph: bool) -> None:
-    # A code object of its own: dynamo keeps variants, and their limit, by code object, for all that was ever traced.
-    code = _Call.__call__.__code__.replace(co_name=f"traced_{next(_NUMBERS)}")
-    own = types.MethodType(types.FunctionType(code, globals(), code.co_name), call)
+    own = types.MethodType(own_code(_Call.__call__, "traced"), call)
     with (
         torch._dynamo.config.patch(suppress_errors=False),
         numbers_from_data(),
@@ -262,14 +255,10 @@ class _Guarded:
 
     def _run(self, body: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        try:
-            args, kwargs = copy.deepcopy((self.inputs.args, self.inputs.kwargs))
-        except Exception:
-            # Not every input can be copied (a tensor with a history cannot); then it is used as it is.
-            args, kwargs = self.inputs.args, self.inputs.kwargs
+        given = self.inputs.copied()
         with torch.random.fork_rng(), torch.no_grad():
             try:
-                body(args, kwargs)
+                body(given.args, given.kwargs)
             finally:
                 for name, buffer in self.model.named_buffers():
                     if name in buffers:

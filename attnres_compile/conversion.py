@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
-import itertools
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +22,9 @@ from attnres_compile.crossing import journey
 from attnres_compile.crossing.piece import compiled_in_pieces
 from attnres_compile.crossing.regions import Regions
 from attnres_compile.crossing.route import Route
+from attnres_compile.dynamo_graphs import own_code
 from attnres_compile.errors import AttnResError, GraphBreakError, PlainExecutionError, PlanMismatchError
+from attnres_compile.guarding import without_fast_path
 from attnres_compile.inputs import Inputs
 from attnres_compile.parameters import DepthQueries, queries_in
 from attnres_compile.passes.facts import OWNER
@@ -256,55 +256,20 @@ def _exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-_NUMBERS = itertools.count()
-
-
 def _own_code(forward: ConvertedForward, function: Any = ConvertedForward.traced) -> Callable[..., Any]:
-    """The method ``function`` of ``forward`` with a code object of its own.
-
-    dynamo keeps its compiled variants, their limit and what it knows of changing sizes by code object, and all
-    converted modules would share one.
-    """
-    code = function.__code__.replace(co_name=f"{type(forward.owner).__name__}_{next(_NUMBERS)}")
-    twin = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-    return types.MethodType(twin, forward)
+    """The method ``function`` of ``forward`` with a code object of its own."""
+    return types.MethodType(own_code(function, type(forward.owner).__name__), forward)
 
 
 def _unwrapped(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call, and raise an error of ours as itself instead of inside dynamo's."""
-    with _without_fast_path():
+    with without_fast_path():
         try:
             return call(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AttnResError):
                 raise error.inner_exception from None
             raise
-
-
-_FAST_PATH = threading.Lock()
-_RUNNING = 0
-_WANTED = False
-
-
-@contextlib.contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """Keep torch.nn from its fused encoder layer, which computes both residual adds inside one op.
-
-    The switch is one for all threads: the first that comes here turns it, and the last that leaves turns it back.
-    """
-    global _RUNNING, _WANTED
-    with _FAST_PATH:
-        if _RUNNING == 0:
-            _WANTED = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
-        _RUNNING += 1
-    try:
-        yield
-    finally:
-        with _FAST_PATH:
-            _RUNNING -= 1
-            if _RUNNING == 0:
-                torch.backends.mha.set_fastpath_enabled(_WANTED)
 
 
 _REMEDY = (

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any, cast
 
 from torch import fx, nn
 
@@ -32,6 +35,20 @@ def copy_graph_module(module: fx.GraphModule, model: nn.Module | None = None) ->
     if model is not None:
         _name_modules(graph, model)
     return copied
+
+
+_NUMBERS = itertools.count()
+
+
+def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``function`` with a code object of its own.
+
+    dynamo keeps its compiled variants, their limit and what it knows of changing sizes by code object: everything that
+    is compiled through one function would share them.
+    """
+    original = cast(types.FunctionType, function)
+    code = original.__code__.replace(co_name=f"{name}_{next(_NUMBERS)}")
+    return types.FunctionType(code, original.__globals__, code.co_name, original.__defaults__, original.__closure__)
 
 
 def _name_modules(graph: fx.Graph, model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,3 +111,31 @@ def _same(value: Any, kept: Any) -> bool:
     if isinstance(value, set):
         return value == set(kept)
     return len(value) == len(kept) and all(a is b for a, b in zip(value, kept, strict=True))
+
+
+# ------------------------------------------------------------------ torch.nn's fused layer
+
+_FAST_PATH = threading.Lock()
+_RUNNING = 0
+_WANTED = False
+
+
+@contextlib.contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Keep torch.nn from its fused encoder layer, which computes both residual adds inside one op.
+
+    The switch is one for all threads: the first that comes here turns it, and the last that leaves turns it back.
+    """
+    global _RUNNING, _WANTED
+    with _FAST_PATH:
+        if _RUNNING == 0:
+            _WANTED = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        _RUNNING += 1
+    try:
+        yield
+    finally:
+        with _FAST_PATH:
+            _RUNNING -= 1
+            if _RUNNING == 0:
+                torch.backends.mha.set_fastpath_enabled(_WANTED)

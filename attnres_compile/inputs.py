@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import keyword
 import re
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,13 @@ class Inputs:
             )
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "kwargs", dict(self.kwargs))
+
+    def copied(self) -> Inputs:
+        """Deep copies, for a call that may write into them; the inputs themselves where one cannot be copied."""
+        try:
+            return copy.deepcopy(self)
+        except Exception:  # A tensor with a history cannot, for one.
+            return self
 
 
 def as_inputs(value: Any) -> Inputs:

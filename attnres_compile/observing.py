@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from attnres_compile.backend import DECLARE, anchor_of, rewrite_declared
 from attnres_compile.config import AttnResConfig
 from attnres_compile.conversion import compiled_by
-from attnres_compile.dynamo_graphs import copy_graph_module
+from attnres_compile.dynamo_graphs import copy_graph_module, own_code
 from attnres_compile.guarding import Guard, untouched
 from attnres_compile.inputs import Inputs
 from attnres_compile.kernels.plain import compute_dtype, spread
@@ -313,9 +313,8 @@ class _Held:
 
 
 def _compiled_apart(module: nn.Module, compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """``module``, compiled through a code object of its own: dynamo keeps what it compiled by code object."""
-    code = _Held.call.__code__.replace(co_name=f"{type(module).__name__}_observed")
-    twin = types.FunctionType(code, _Held.call.__globals__, code.co_name)
+    """``module``, compiled through a code object of its own."""
+    twin = own_code(_Held.call, f"{type(module).__name__}_observed")
     compiled: Callable[..., Any] = torch.compile(types.MethodType(twin, _Held(module)), backend=compiler)
     return compiled
 
@@ -342,17 +341,13 @@ def observe(model: nn.Module, inputs: Inputs, stores: list[DepthQueries]) -> dic
             graph = _opened(module)
             collector.watch(graph, _by_target(name, queries))
             module.__dict__["forward"] = graph.forward
-        try:
-            args, kwargs = copy.deepcopy((inputs.args, inputs.kwargs))
-        except Exception:
-            # Not every input can be copied (a tensor with a history cannot); then it is used as it is.
-            args, kwargs = inputs.args, inputs.kwargs
+        given = inputs.copied()
         with (
             compiled_by(lambda owner: _DeclaredObserver(collector, owner)),
             torch._dynamo.config.patch(suppress_errors=False),
             torch.compiler.set_stance("default"),
         ):
-            call(*args, **kwargs)
+            call(*given.args, **given.kwargs)
     return collector.moments
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -211,7 +210,7 @@ def _study_recording(
     """
     try:
         with untouched(model):
-            recording = record(model, _copied(inputs))
+            recording = record(model, inputs.copied())
     except Exception:  # The model runs: there is something in it that cannot be recorded.
         if regions:
             raise
@@ -260,13 +259,6 @@ def _study_recording(
 
 
 _REMOVE = "Remove what breaks the graph (TORCH_LOGS=graph_breaks shows all places)"
-
-
-def _copied(inputs: Inputs) -> Inputs:
-    try:
-        return copy.deepcopy(inputs)
-    except Exception:  # Not every input can be copied (a tensor with a history cannot); then it is used as it is.
-        return inputs
 
 
 def _already_compiled(model: nn.Module, path: str, why: str = "", where: str = "") -> AlreadyCompiledError:

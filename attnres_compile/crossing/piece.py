@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from attnres_compile.backend import DECLARE, compile_graph, rewrite_declared
-from attnres_compile.config import AttnResConfig, Lowering
+from attnres_compile.config import Lowering
 from attnres_compile.crossing import following
 from attnres_compile.crossing.journey import Journey, current
 from attnres_compile.crossing.route import Route
@@ -24,8 +24,7 @@ from attnres_compile.crossing.splicing import Spliced, splice
 from attnres_compile.dynamo_graphs import copy_graph_module
 from attnres_compile.errors import PlainExecutionError
 from attnres_compile.passes import facts
-from attnres_compile.passes.checkpoint import close_regions, make_eager, open_regions
-from attnres_compile.passes.finish import finish
+from attnres_compile.passes.checkpoint import close_regions, open_regions
 from attnres_compile.passes.streams import ResidualStream
 from attnres_compile.tally import ran
 
@@ -227,11 +226,7 @@ class Piece:
 
 def _compiled(module: fx.GraphModule, lowering: Lowering) -> Callable[..., Any]:
     if lowering == "eager":
-        finish(module, AttnResConfig(lowering=lowering))
-        make_eager(module)
-        module.recompile()
-        call: Callable[..., Any] = module.forward
-        return call
+        return compile_graph(module, (), lowering)
     module.recompile()
     # Not by Inductor at once: the guards of the graph that dynamo made are fixed, and this one may need its own.
     return torch.compile(module, backend=_inductor)

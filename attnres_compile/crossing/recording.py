@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnres_compile.comparison import named_tensors
+from attnres_compile.guarding import without_fast_path
 from attnres_compile.inputs import Inputs
 from attnres_compile.passes import facts, ops
 
@@ -54,14 +55,9 @@ def record(model: nn.Module, inputs: Inputs) -> Recording:
         Exception: the model's own error.
     """
     recorder = _Recorder(model)
-    # The fused encoder layer of torch.nn computes both residual adds inside one op.
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), recorder.modules(), recorder:
-            returned = model(*inputs.args, **inputs.kwargs)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    plainly = torch.compiler.set_stance("force_eager")
+    with without_fast_path(), torch.no_grad(), plainly, recorder.modules(), recorder:
+        returned = model(*inputs.args, **inputs.kwargs)
     return recorder.end(returned)
 
 

@@ -6,8 +6,6 @@ kind share their graphs; called in any other way they run what the user made of 
 
 from __future__ import annotations
 
-import itertools
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import nn
 from attnres_compile.crossing.journey import current
 from attnres_compile.crossing.piece import compiled_in_pieces
 from attnres_compile.crossing.route import Route
+from attnres_compile.dynamo_graphs import own_code
 
 
 def compiled(model: nn.Module) -> tuple[str, ...]:
@@ -43,8 +42,7 @@ class Regions:
     """The compiled calls of one module's regions, while that module's converted forward runs."""
 
     def __init__(self, owner: nn.Module, paths: Iterable[str], route: Route) -> None:
-        code = _call.__code__.replace(co_name=f"{type(owner).__name__}_region_{next(_NUMBERS)}")
-        own = types.FunctionType(code, _call.__globals__, code.co_name)
+        own = own_code(_call, f"{type(owner).__name__}_region")
         self.call = compiled_in_pieces(own, route)
         for path in paths:
             region = owner.get_submodule(path)
@@ -84,9 +82,6 @@ def _wrap(holder: nn.Module, name: str, region: nn.Module, regions: Regions) -> 
     if isinstance(previous, RegionCall):
         previous = previous.previous
     holder.__dict__[name] = RegionCall(region, previous, regions)
-
-
-_NUMBERS = itertools.count()
 
 
 def _call(region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

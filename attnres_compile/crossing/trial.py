@@ -7,10 +7,8 @@ it does not.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -82,7 +80,8 @@ def prove(
             owner.__dict__["forward"] = ConvertedForward(owner, item.route, item.regions)
         torch.manual_seed(_SEED)
         try:
-            returned = model(*_copied(inputs.args), **_copied(inputs.kwargs))
+            given = inputs.copied()
+            returned = model(*given.args, **given.kwargs)
         except AttnResError as error:
             found = f"{error.what} ({error.where})" if error.where and where else error.what
             raise GraphBreakError(
@@ -151,10 +150,3 @@ def _whole(
     torch.manual_seed(_SEED)
     results = module(*recording.given)
     return {name: results[place] for name, place in recording.results.items()}
-
-
-def _copied(values: Any) -> Any:
-    try:
-        return copy.deepcopy(values)
-    except Exception:  # Not every input can be copied (a tensor with a history cannot); then it is used as it is.
-        return values

@@ -202,15 +202,14 @@ def adds_zero(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def make_functional(node: fx.Node) -> None:
-    """Let an in-place scale make a tensor of its own instead; nothing may look at what it wrote to afterwards."""
+def functional(node: fx.Node) -> Any:
+    """The target that computes what the in-place scale ``node`` does, into a tensor of its own."""
     name = INPLACE_SCALES[name_of(node)]
     if node.op == "call_method":
-        node.target = name
-    elif isinstance(node.target, torch._ops.OpOverload):
-        node.target = getattr(getattr(torch.ops.aten, name), node.target._overloadname)
-    else:
-        node.target = getattr(torch, name)
+        return name
+    if isinstance(node.target, torch._ops.OpOverload):
+        return getattr(getattr(torch.ops.aten, name), node.target._overloadname)
+    return getattr(torch, name)
 
 
 def module_of(node: fx.Node) -> torch.nn.Module | None:

@@ -103,6 +103,9 @@ def _is_local(node: fx.Node, name: str) -> bool:
 
 
 def _reason(names: set[str]) -> Reason | None:
+    if names & ops.JOINS:
+        # Before norms: what is put together from parts begins a stream of its own, whatever else is done to it.
+        return Reason.PARTIAL_UPDATE
     if names & ops.NORMS.keys() or names & ops.NORM_MARKS:
         return Reason.POST_NORM
     if names & ops.ACTIVATIONS:
@@ -111,8 +114,6 @@ def _reason(names: set[str]) -> Reason | None:
         return Reason.CLAMP_ON_STREAM
     if names & ops.DROPOUTS:
         return Reason.DROPOUT_ON_STREAM
-    if names & ops.JOINS:
-        return Reason.PARTIAL_UPDATE
     if names & ops.INPLACE_SCALES.keys():
         return Reason.MUTATED
     return None

@@ -116,7 +116,7 @@ class _Surgery:
         """Replace one stream's adds by block sums and its reads by mixes."""
         stream = plan.stream
         for node in stream.written:
-            ops.make_functional(node)
+            node.target = ops.functional(node)
         sites: dict[int, list[SitePlan]] = {}
         for site in plan.sites:
             if site.num_sources > 1:

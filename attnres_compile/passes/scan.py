@@ -8,7 +8,9 @@ operand of an add, set for as long as some add still needs it, so that the cost 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -160,7 +162,8 @@ class Scanner:
         if name in ops.ADDS:
             return ops.adds_zero(node)
         if name in ops.SCALES and len(node.args) == 2:
-            return self._scaled_operand(node, name)
+            left, right = node.args
+            return self._scaled_operand(node, ((left, right),) if "div" in name else ((left, right), (right, left)))
         return None
 
     def _scaled_in_place(self, node: fx.Node) -> fx.Node | None:
@@ -172,15 +175,14 @@ class Scanner:
         widens = before is not None and by is not None and by.dim() > 0
         if widens and torch.promote_types(before.dtype, by.dtype) != before.dtype:  # type: ignore[union-attr]
             return None
-        if self._scaled_operand(node, "div") is not kept or not self.memory.is_functional(node):
+        if self._scaled_operand(node, ((kept, factor),)) is not kept or not self.memory.is_functional(node):
             return None
         self.out.written.add(node)
         return kept if isinstance(kept, fx.Node) else None
 
-    def _scaled_operand(self, node: fx.Node, name: str) -> fx.Node | None:
+    def _scaled_operand(self, node: fx.Node, pairs: Sequence[tuple[Any, Any]]) -> fx.Node | None:
+        """What ``node`` scales, of ``pairs`` of what may be scaled and by what; ``None`` if it is no scale."""
         value = facts.tensor(node)
-        left, right = node.args[0], node.args[1]
-        pairs = [(left, right)] if "div" in name else [(left, right), (right, left)]
         for kept, factor in pairs:
             if not isinstance(kept, fx.Node) or self.constant[kept] or node.kwargs:
                 continue

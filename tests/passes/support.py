@@ -143,3 +143,14 @@ __all__ = [
     "BATCH", "TOKENS", "WIDTH", "Bag", "Outcome", "Stream", "by_dynamo", "by_symbolic_trace", "check_exact",
     "converted", "refused", "study", "tokens",
 ]  # fmt: skip
+
+
+def between(
+    change: StepFunction, parts: Callable[[int], nn.Module] | None = None, tolerance: float = 1e-12, **options: object
+) -> None:
+    """A stream whose state goes through ``change`` between its adds is converted whole."""
+
+    def step(net: Stream, i: int, x: Tensor) -> Tensor:
+        return change(net, i, x + net.f(i, x))
+
+    converted(Stream(step, parts=parts), tolerance=tolerance, **options)

@@ -80,7 +80,7 @@ FAMILIES: dict[str, tuple[Choice, ...]] = {
         _("botnet26t_256", 64, img_size=64),
     ),
     "byobnet": (
-        _("test_byobnet", 64, "bottlenecks, post-activation"),
+        _("test_byobnet", 64, "bottlenecks, all skips projected"),
         _("repvgg_a0", 64, "re-parameterised convolutions"),
         _("mobileone_s0", 64, "re-parameterised convolutions"),
         _("regnetz_b16", 64, "inverted bottlenecks, linear output"),
