@@ -76,7 +76,7 @@ def test_a_part_is_told_from_the_whole() -> None:
     assert (row.status, row.expected, row.found, row.reason) == ("partly", (6, 4), (6,), "too_few_sublayers")
 
 
-def test_more_than_was_counted_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_was_counted_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.zoo.survey.measure._counted", lambda *_: (5,))
     row = measure(made.entry("stack"))
     assert (row.status, row.reason, row.detail) == ("differs", "more_than_counted", "counted 5, found 6")

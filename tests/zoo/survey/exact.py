@@ -13,10 +13,8 @@ from attnres_compile.inputs import Inputs
 from tests.zoo.survey.models import twin
 from tests.zoo.survey.wording import one_line
 
-# How many times further off than one rounding of every parameter a converted model may be, where float64 cannot decide.
+# How many times further off than one rounding of every parameter a converted model may be.
 FACTOR = 10.0
-# How far a rounding error falls at least from float32 to float64.
-FALL = 1e7
 
 
 @dataclass(frozen=True)
@@ -61,49 +59,51 @@ def _decided(
     try:
         double = verified(torch.float64)
     except Exception as error:
-        return _by_rounding(model, inputs, single, f"{in_single}; float64 does not run: {one_line(error)}")
+        return _by_rounding(model, inputs, single, None, f"{in_single}; float64 does not run: {one_line(error)}")
     in_double = f"{in_single}; {_numbers('float64', double)}"
-    if double.holds or _fell(single, double):
+    if double.holds:
         return True, f"{in_double}: ill-conditioned, float64 decided"
     if double.dtype != "float64":
-        return _by_rounding(model, inputs, single, f"{in_double}; computes in {double.dtype} in places")
-    worst = f"worst: {double.worst_output}, {double.worst_gradient}"
-    return False, "; ".join([in_double, worst, *double.notes])
+        return _by_rounding(model, inputs, single, None, f"{in_double}; computes in {double.dtype} in places")
+    worst = "; ".join([in_double, f"worst: {double.worst_output}, {double.worst_gradient}", *double.notes])
+    if max(double.output_error or 0.0, double.gradient_error or 0.0) <= double.tolerance:
+        return False, worst
+    return _by_rounding(model, inputs, double, torch.float64, worst)
 
 
-def _fell(single: exactness.Exactness, double: exactness.Exactness) -> bool:
-    """Whether nothing is left in float64 of the errors in float32 but what rounding leaves."""
-    if double.dtype != "float64" or double.notes:
-        return False
-    pairs = ((single.output_error, double.output_error), (single.gradient_error, double.gradient_error))
-    limits = [(max(exactness.TOLERANCES[torch.float64], min(one or 0.0, 1.0) / FALL), two or 0.0) for one, two in pairs]
-    return all(two <= limit for limit, two in limits)
-
-
-def _by_rounding(model: nn.Module, inputs: Inputs, single: exactness.Exactness, numbers: str) -> tuple[bool, str]:
-    """Whether the error is what one rounding of every parameter does to the original."""
-    output, gradient = rounding(model, inputs)
+def _by_rounding(
+    model: nn.Module, inputs: Inputs, found: exactness.Exactness, dtype: torch.dtype | None, numbers: str
+) -> tuple[bool, str]:
+    """Whether the errors ``found`` in ``dtype`` are what one rounding of every parameter does to the original."""
+    output, gradient = rounding(model, inputs, dtype)
     numbers += f"; one rounding of the parameters moves outputs by {output:.1e}, gradients by {gradient:.1e}"
-    if (single.output_error or 0.0) <= FACTOR * output and (single.gradient_error or 0.0) <= FACTOR * gradient:
+    limits = [max(found.tolerance, FACTOR * moved) for moved in (output, gradient)]
+    if (found.output_error or 0.0) <= limits[0] and (found.gradient_error or 0.0) <= limits[1]:
         return True, f"{numbers}: ill-conditioned, that decided"
     return False, numbers
 
 
-def rounding(model: nn.Module, inputs: Inputs) -> tuple[float, float]:
-    """How far outputs and gradients of a float32 model move when each parameter is moved by up to one rounding.
+def rounding(model: nn.Module, inputs: Inputs, dtype: torch.dtype | None = None) -> tuple[float, float]:
+    """How far outputs and gradients of a model move when each parameter is moved by up to one rounding.
+
+    Args:
+        model: the original.
+        inputs: what to call it with.
+        dtype: to compute in, and whose rounding it is; ``None`` is the model's own float32.
 
     Returns:
         The relative errors, as :func:`attnres_compile.verify` has them.
     """
-    moved = twin(model)
+    moved, still = (comparison.as_dtype(twin(model), dtype) for _ in range(2))
+    inputs = comparison.as_dtype(inputs, dtype)
     generator = torch.Generator().manual_seed(1)
-    eps = torch.finfo(torch.float32).eps
+    eps = torch.finfo(dtype or torch.float32).eps
     with torch.no_grad():
         for parameter in moved.parameters():
             if parameter.is_floating_point():
                 parameter.mul_(1 + eps * torch.randint(-1, 2, parameter.shape, generator=generator).to(parameter.dtype))
     with comparison.same_randomness(), torch.enable_grad():
-        before, after = comparison.run(twin(model), inputs, 0), comparison.run(moved, inputs, 0)
+        before, after = comparison.run(still, inputs, 0), comparison.run(moved, inputs, 0)
     outputs = comparison.compare(before.outputs, after.outputs, floor=0.0)
     gradients = comparison.compare(before.gradients, after.gradients, floor=exactness.GRADIENT_FLOOR)
     return outputs.error or 0.0, gradients.error or 0.0

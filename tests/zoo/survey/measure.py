@@ -8,11 +8,10 @@ How a row comes about, in this order:
 3. A copy is converted and compared with another copy, queries at zero, in float32: every tensor of the outputs, and
    the gradients of all parameters and floating inputs. Up to 1e-5, relative, is rounding.
 4. A random network can be so ill-conditioned that reordering a sum moves its output further than that. Where the error
-   is larger, the comparison is repeated in float64, and that decides: there 1e-12 is rounding, and so is an error that
-   fell by 1e7 or more from float32 to float64, as nothing but rounding does (its units are 5e8 apart). A model that
-   computes in float32 in places whatever its own dtype, or that does not run in float64, has no such second opinion:
-   there the error must not exceed ten times what the *original* does to its own output when each of its parameters is
-   moved by one rounding. ``wrong`` is what fails both; the row's detail has all the numbers.
+   is larger, the comparison is repeated in float64, where 1e-12 is rounding. Where that does not hold either, or a
+   model does not run or not wholly compute in float64, the errors must not exceed ten times what happens to the
+   *original*'s own outputs and gradients when each of its parameters is moved by one rounding of that dtype. ``wrong``
+   is what fails that; the row's detail has all the numbers.
 """
 
 from __future__ import annotations
