@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from attnres_compile.dynamo_graphs import copy_graph_module, own_code
-from attnres_compile.errors import CaptureError, GraphBreakError
+from attnres_compile.errors import AttnResError, CaptureError, GraphBreakError
 from attnres_compile.inputs import Inputs
 from attnres_compile.passes import facts
 from attnres_compile.passes.record import making
@@ -39,7 +39,9 @@ class Capture:
 
 def _stopped() -> tuple[type[Exception], ...]:
     """What stops the tracing of one graph where several could be made: a break, or control flow that data decides."""
-    return torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError, GuardOnDataDependentSymNode
 
 
 class _Stop(Exception):
@@ -82,15 +84,26 @@ def capture(model: nn.Module, inputs: Inputs) -> Capture:
         raise
     except Exception as error:
         _Guarded(model, inputs).eagerly()
-        raise CaptureError(
-            f"dynamo could not trace {type(model).__name__}: {_first_line(error)}",
-            remedy="The model runs eagerly; TORCH_LOGS=dynamo shows where tracing stops",
-        ) from error
+        raise _untraceable(model, error) from error
 
 
 def capture_pieces(model: nn.Module, inputs: Inputs) -> tuple[fx.GraphModule, ...]:
-    """The graphs that dynamo makes of ``model`` where tracing it breaks. The model runs for it, and is put back."""
-    return tuple(_Guarded(model, inputs).in_pieces())
+    """The graphs that dynamo makes of ``model`` where tracing it breaks. The model runs for it, and is put back.
+
+    Raises:
+        CaptureError: dynamo fails in a piece.
+    """
+    try:
+        return tuple(_Guarded(model, inputs).in_pieces())
+    except Exception as error:  # The model itself runs: its caller has seen to that.
+        raise _untraceable(model, error) from error
+
+
+def _untraceable(model: nn.Module, error: Exception) -> CaptureError:
+    return CaptureError(
+        f"dynamo could not trace {type(model).__name__}: {_first_line(error)}",
+        remedy="The model runs eagerly; TORCH_LOGS=dynamo shows where tracing stops",
+    )
 
 
 def set_up(model: nn.Module, original: Callable[..., Any], inputs: Inputs) -> None:
@@ -145,7 +158,9 @@ def _trap(model: nn.Module, path: str, graphs: dict[str, fx.GraphModule]) -> Ite
                 # Copies: a view made without gradients may not be written in a graph that has them.
                 given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
                 graphs[path] = _whole(owner, Inputs(*given), model)
-            except _stopped() as error:
+            except AttnResError:
+                raise
+            except Exception as error:  # A break, or a failure of dynamo: the model itself ran.
                 reason, where = _break(error)
                 raise GraphBreakError(
                     f"a graph break inside a residual stream: {reason}",
@@ -199,7 +214,6 @@ def _traced(call: _Call, backend: Callable[..., Any], inputs: Inputs, fullgraph:
     own = types.MethodType(own_code(_Call.__call__, "traced"), call)
     with (
         torch._dynamo.config.patch(suppress_errors=False),
-        numbers_from_data(),
         torch.compiler.set_stance("default"),
         torch.enable_grad(),
     ):

@@ -126,6 +126,17 @@ class InPlace(Block):
         return x
 
 
+class Routed(Block):
+    """A loop over the tokens whose features add up to more than nothing: other numbers, other loops."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(self.norm1(x)).cumsum(1)
+        chosen = (x.sum(-1) > 0).flatten().nonzero().flatten().unbind()
+        flat = self.norm2(x).flatten(0, 1)
+        extra = torch.stack([flat[index] for index in chosen]).mean(0)
+        return x + self.mlp(self.norm2(x)) + extra
+
+
 def outside(function: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
     """A forward hook that runs ``function`` on a layer's output, and is not compiled."""
 

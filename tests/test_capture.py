@@ -179,3 +179,20 @@ def test_inputs_are_not_consumed() -> None:
     ac.transform(model, x, config=CONFIG)
     assert torch.equal(x, copied)
     assert model.encoder.norm.weight.numel() == WIDTH
+
+
+def test_a_failure_of_dynamo_in_a_piece_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its own error with its own traceback, whatever that may be."""
+
+    def fails(*_: Any) -> Any:
+        raise torch._dynamo.exc.InternalTorchDynamoError("a symbol was not found")
+
+    monkeypatch.setattr("attnres_compile.capture._Guarded.in_pieces", fails)
+
+    class Printing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            print(end="")
+            return super().forward(x) + 1.0
+
+    with pytest.raises(ac.CaptureError, match=r"could not trace Printing: .*a symbol was not found"):
+        ac.transform(Printing(WIDTH, WIDTH), torch.randn(2, WIDTH))

@@ -285,9 +285,10 @@ def test_a_compiled_owner_or_a_part_of_the_layers_is_refused() -> None:
         (lambda: nets.hooked(nets.network(), lambda x: x.data.mul_(1.01)), ac.GraphBreakError),
         (lambda: nets.network(nets.OutsideAdd), ac.GraphBreakError),
         (lambda: nets.network(nets.InPlace), ac.GraphBreakError),
+        (lambda: nets.network(nets.Routed), ac.GraphBreakError),
         (lambda: nets.network(nets.Printing).to("meta"), ac.GraphBreakError),
     ],
-    ids=["clones", "adds", "writes", "writes unseen", "an add outside", "in-place adds", "meta"],
+    ids=["clones", "adds", "writes", "writes unseen", "an add outside", "in-place adds", "routed", "meta"],
 )
 def test_what_cannot_be_followed_is_refused_and_named(model: Callable[[], Model], error: type[ac.AttnResError]) -> None:
     made = model()

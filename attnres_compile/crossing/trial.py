@@ -73,7 +73,18 @@ def prove(
         )
     with untouched(model):
         queries = {item.path: _random_queries(model.get_submodule(item.path), item, trial) for item in candidates}
-        want = _whole(recording, candidates, queries, trial)
+        try:
+            want = _whole(recording, candidates, queries, trial)
+        except AttnResError:
+            raise
+        except Exception as error:  # It ran when it was recorded: this comes of the other numbers.
+            raise GraphBreakError(
+                "a graph break inside a residual stream that cannot be followed: data decides what is computed, and "
+                f"decides otherwise as soon as a query is not zero ({type(error).__name__} in what was recorded)",
+                module=candidates[0].path,
+                where=where,
+                remedy=_REMOVE,
+            ) from error
         for item in candidates:
             owner = model.get_submodule(item.path)
             owner._modules[CHILD] = queries[item.path]
