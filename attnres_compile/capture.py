@@ -268,12 +268,18 @@ class _Guarded:
         return pieces
 
     def _run(self, body: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        # The tensors themselves: a table that was too short is replaced by a longer one.
+        buffers = [
+            (module._buffers, name, buffer, buffer.clone())
+            for module in self.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         given = self.inputs.copied()
         with torch.random.fork_rng(), torch.no_grad():
             try:
                 body(given.args, given.kwargs)
             finally:
-                for name, buffer in self.model.named_buffers():
-                    if name in buffers:
-                        buffer.copy_(buffers[name])
+                for home, name, buffer, numbers in buffers:
+                    home[name] = buffer
+                    buffer.copy_(numbers)

@@ -28,6 +28,7 @@ from attnres_compile.comparison import (
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError
 from attnres_compile.inputs import Inputs, as_inputs
+from attnres_compile.tracing import traced_run
 
 # Largest relative error that still is rounding: this project's promise.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -98,6 +99,7 @@ def verify(
     seed: int = 0,
     dtype: torch.dtype | None = None,
     convert: Convert | None = None,
+    traced: bool = False,
 ) -> Exactness:
     """Converts a copy of ``model`` and compares it, queries at zero, with another copy that stays as it is.
 
@@ -116,6 +118,8 @@ def verify(
         seed: of the random weights, of the loss and of the model's own random numbers.
         dtype: compare in this floating dtype, the copies and the floating inputs cast to it; default: as they are.
         convert: what to convert a copy with, default :func:`convert_copy`.
+        traced: compare with what the original computes when ``torch.compile`` traces it, which is not always what it
+            computes eagerly.
 
     Raises:
         NoStreamError: there is nothing to convert; the error carries the report.
@@ -131,6 +135,8 @@ def verify(
 
         lowest = LowestPrecision()
         original = run(make(), inputs, seed, lowest)
+        if traced:
+            original = traced_run(make(), inputs, seed)
         converted = (convert or convert_copy)(make(), inputs, config)
         queries = api.pseudo_queries(converted)
         found = run(converted, inputs, seed)

@@ -20,6 +20,7 @@ from attnres_compile.errors import AttnResError, ConfigError, InexactError
 from attnres_compile.exactness import Exactness, judge
 from attnres_compile.inputs import as_inputs
 from attnres_compile.study import refuse_wrapped
+from attnres_compile.tracing import changes, traced_run
 
 # Of the loss and of the model's own random numbers.
 SEED = 0
@@ -43,16 +44,17 @@ def checked_transform(model: nn.Module, example_inputs: Any, config: AttnResConf
             api.revert(model)
             error.add_note("This came up while the converted model was compared with the original; it was reverted")
             raise
-    queries = api.pseudo_queries(made)
-    # Not whether the gradient is zero: the model's own weights are, where a head or gate starts from zero.
-    reached = [name for name, query in queries.items() if query.grad is not None]
-    exactness = judge(
-        original, found, list(queries), reached, lowest.dtype, config, train=model.training, randomised=False
-    )
-    if not exactness.holds:
+        queries = api.pseudo_queries(made)
+        # Not whether the gradient is zero: the model's own weights are, where a head or gate starts from zero.
+        reached = [name for name, query in queries.items() if query.grad is not None]
+        exactness = judge(
+            original, found, list(queries), reached, lowest.dtype, config, train=model.training, randomised=False
+        )
+        if exactness.holds:
+            return model
         api.revert(model)
-        raise _inexact(model, exactness)
-    return model
+        own = changes(original, traced_run(_copy(model), inputs, SEED), exactness.tolerance)
+    raise _inexact(model, exactness, own)
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -104,13 +106,21 @@ def _same_random_numbers(model: nn.Module, config: AttnResConfig) -> Iterator[No
         yield
 
 
-def _inexact(model: nn.Module, exactness: Exactness) -> InexactError:
+def _inexact(model: nn.Module, exactness: Exactness, own: str) -> InexactError:
+    remedy = (
+        "That is a bug of this package: please report it with the model. attnres verify shows the numbers of each "
+        "dtype and site"
+    )
+    if own:
+        remedy = (
+            "What runs only under torch.compiler.is_compiling() is a usual cause. Compare the model with "
+            'torch.compile(model, backend="eager"); where the compiled one is right, transform without verify'
+        )
+    told = "; ".join(part for part in (_difference(exactness), own) if part)
     return InexactError(
-        f"the converted {type(model).__name__} does not compute what the original does: {_difference(exactness)}. "
-        "It was reverted",
+        f"the converted {type(model).__name__} does not compute what the original does: {told}. It was reverted",
         exactness=exactness,
-        remedy="That is a bug of this package: please report it with the model. attnres verify shows the numbers of "
-        "each dtype and site",
+        remedy=remedy,
     )
 
 

@@ -196,3 +196,25 @@ def test_a_failure_of_dynamo_in_a_piece_is_a_capture_error(monkeypatch: pytest.M
 
     with pytest.raises(ac.CaptureError, match=r"could not trace Printing: .*a symbol was not found"):
         ac.transform(Printing(WIDTH, WIDTH), torch.randn(2, WIDTH))
+
+
+def test_a_buffer_that_a_run_replaces_is_put_back() -> None:
+    """Tables of positions that grow: a longer one takes the shorter one's place, and that was another tensor."""
+
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(2, WIDTH), persistent=False)
+            self.inner = build()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[1] > self.table.shape[0]:
+                self.table = torch.ones(x.shape[1], 5) * 2
+            print(end="")
+            return self.inner(x * self.table[: x.shape[1]])
+
+    model, x = Growing(), example()
+    table, want = model.table, copy.deepcopy(model)(x)
+    ac.transform(model, x, config=CONFIG)
+    assert model.table is table and torch.equal(table, torch.ones(2, WIDTH))
+    assert relative_error(model(x), want) < 1e-6

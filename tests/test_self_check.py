@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import attnres_compile as ac
-from attnres_compile import self_check
+from attnres_compile import exactness, self_check
 from attnres_compile.comparison import Run
 from attnres_compile.conversion import ConvertedForward
 from attnres_compile.passes import detect as detect_pass
@@ -256,3 +256,27 @@ def test_what_is_transformed_already_or_holds_no_stream() -> None:
         ac.transform(model, models.example(), EAGER, verify=True)
     with pytest.raises(ac.NoStreamError):
         ac.transform(nn.Linear(5, 4), models.example(), EAGER, verify=True)
+
+
+def hurried(x: Tensor) -> Tensor:
+    """Leaves something out when it is traced, as masks are left out by some models."""
+    return x if torch.compiler.is_compiling() else x.tril()
+
+
+def test_a_model_that_tracing_changes_is_told_from_a_wrong_conversion() -> None:
+    """Compiling it, without any conversion, changes what it computes: no bug of the rewriting, and still refused."""
+    model, x = models.build(between=hurried), models.example()
+    before = model(x)
+    with pytest.raises(ac.InexactError, match="the original itself computes something else") as told:
+        ac.transform(model, x, EAGER, verify=True)
+    assert "is_compiling" in str(told.value.remedy) and "bug of this package" not in str(told.value)
+    assert torch.equal(model(x), before)
+    assert exactness.verify(model, x, EAGER, traced=True).holds
+    assert not exactness.verify(model, x, EAGER).holds
+
+
+def test_a_wrong_conversion_is_no_matter_of_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_rewriting(monkeypatch)
+    with pytest.raises(ac.InexactError, match="bug of this package") as told:
+        ac.transform(models.build(), models.example(), EAGER, verify=True)
+    assert "itself computes something else" not in str(told.value)

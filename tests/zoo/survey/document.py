@@ -22,6 +22,8 @@ MEANINGS = {
     "refused": "nothing was converted, and the reason says why",
     "no_stream": "by the count it adds nothing up over depth, and nothing was converted",
     "differs": "exact, but with more sublayers than the count says; one of the two is mistaken",
+    "traced": "`torch.compile` alone, without this package, makes it compute something else; converted, and exact "
+    "against that, so `transform` converts it and `transform(verify=True)` refuses it",
     "wrong": "converted and not exact",
     "not_run": "eager PyTorch cannot build or run it here",
     "error": "something failed that is no refusal",
@@ -151,6 +153,7 @@ def _left(found: Sequence[Row]) -> Iterator[str]:
     """What is not converted whole, each with what its row says."""
     titles = {
         "differs": "More than counted",
+        "traced": "Changed by tracing alone",
         "wrong": "Wrong",
         "error": "Failed",
         "timeout": "Over the limit of time",

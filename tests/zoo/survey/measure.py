@@ -10,8 +10,9 @@ How a row comes about, in this order:
 4. A random network can be so ill-conditioned that reordering a sum moves its output further than that. Where the error
    is larger, the comparison is repeated in float64, where 1e-12 is rounding. Where that does not hold either, or a
    model does not run or not wholly compute in float64, the errors must not exceed ten times what happens to the
-   *original*'s own outputs and gradients when each of its parameters is moved by one rounding of that dtype. ``wrong``
-   is what fails that; the row's detail has all the numbers.
+   *original*'s own outputs and gradients when each of its parameters is moved by one rounding of that dtype. What
+   fails that is compared with the original under ``torch.compile(backend="eager")``, without this package: a model that
+   is exact against that is ``traced``, and all others are ``wrong``. The row's detail has all the numbers.
 """
 
 from __future__ import annotations
@@ -123,6 +124,8 @@ def _measure(entry: Entry, found: Findings, says: Says, convert: Convert | None)
             _breaks(model, inputs, found)
     found.output_error, found.gradient_error = verdict.output_error, verdict.gradient_error
     if not verdict.exact:
+        if against_traced(model, inputs):
+            return "traced", "is_compiling", f"{verdict.detail}; exact against the original that is traced"
         return "wrong", "not_exact", verdict.detail
     found.notes.append(verdict.detail)
     return _whole(found)
@@ -180,6 +183,11 @@ def _compared(model: nn.Module, inputs: Inputs, found: Findings, says: Says, con
         return exactness.verify(model, inputs, CONFIG, keep_weights=True, dtype=dtype, convert=converted)
 
     return judged(model, inputs, verified)
+
+
+def against_traced(model: nn.Module, inputs: Inputs) -> bool:
+    """Whether what is off is what tracing makes of the original, before anything is converted."""
+    return exactness.verify(model, inputs, CONFIG, keep_weights=True, traced=True).holds
 
 
 # --- the status

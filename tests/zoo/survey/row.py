@@ -11,12 +11,13 @@ from typing import Any
 # refused: nothing converted, with a reason.
 # no_stream: it adds nothing up over depth by the count by hooks, and nothing was converted.
 # differs: exact, but more sublayers than the count by hooks says.
+# traced: not exact, since torch.compile alone makes something else of it; exact against that. verify=True refuses it.
 # wrong: converted and not exact.
 # not_run: eager PyTorch cannot build or run it.
 # error: this package (or dynamo under it) raised something that is not one of its own refusals.
 # timeout, memory: limits of the survey.
 STATUSES = (
-    *("converted", "partly", "refused", "no_stream", "differs", "wrong"),
+    *("converted", "partly", "refused", "no_stream", "differs", "traced", "wrong"),
     *("not_run", "error", "timeout", "memory"),
 )
 
