@@ -125,7 +125,8 @@ def first_break(model: nn.Module, inputs: Inputs) -> GraphBreak | None:
 def capture_owners(model: nn.Module, inputs: Inputs, paths: Iterable[str]) -> dict[str, fx.GraphModule]:
     """Trace some modules of ``model`` as wholes, with the arguments that they get when the model runs.
 
-    The model runs once for it; random state, buffers and inputs are put back.
+    The model runs once for it, or once per level of modules in one another; random state, buffers and inputs are put
+    back.
 
     Args:
         paths: paths of the modules.
@@ -134,11 +135,22 @@ def capture_owners(model: nn.Module, inputs: Inputs, paths: Iterable[str]) -> di
         GraphBreakError: tracing stops inside one of them.
     """
     graphs: dict[str, fx.GraphModule] = {}
-    with contextlib.ExitStack() as traps:
-        for path in paths:
-            traps.enter_context(_trap(model, path, graphs))
-        _Guarded(model, inputs).eagerly()
+    for level in _levels(paths):
+        with contextlib.ExitStack() as traps:
+            for path in level:
+                traps.enter_context(_trap(model, path, graphs))
+            _Guarded(model, inputs).eagerly()
     return graphs
+
+
+def _levels(paths: Iterable[str]) -> list[list[str]]:
+    """The paths, none of one list inside another one of it: what is traced must not run into a trap."""
+    levels: list[list[str]] = []
+    for path in sorted(paths):
+        around = sum(any(not above or path.startswith(above + ".") for above in level) for level in levels)
+        levels += [[]] if around == len(levels) else []
+        levels[around].append(path)
+    return levels
 
 
 @contextlib.contextmanager

@@ -32,27 +32,40 @@ class Declaration:
         config: the configuration of the conversion.
         sites: names of the sites that have a query, in depth order.
         dims: feature size of each of them.
+        left: names of sites in streams that only the module's own graph takes for streams, and that the report says
+            are left alone: in the whole model they are something else (the beginning of a post-norm stream).
     """
 
     config: AttnResConfig
     sites: tuple[str, ...]
     dims: tuple[int, ...]
+    left: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, plans: Sequence[BlockPlan], config: AttnResConfig) -> Declaration:
+    def of(cls, plans: Sequence[BlockPlan], config: AttnResConfig, left: Sequence[str] = ()) -> Declaration:
         """The declaration for ``plans``."""
         named = [(name, plan.stream.feature_dim) for plan in plans for name in plan.queries]
-        return cls(config, tuple(name for name, _ in named), tuple(dim for _, dim in named))
+        return cls(config, tuple(name for name, _ in named), tuple(dim for _, dim in named), tuple(left))
 
     def to_text(self) -> str:
         """A JSON string, the same for equal declarations."""
-        return json.dumps({"config": self.config.to_dict(), "sites": self.sites, "dims": self.dims}, sort_keys=True)
+        values = {"config": self.config.to_dict(), "sites": self.sites, "dims": self.dims, "left": self.left}
+        return json.dumps(values, sort_keys=True)
+
+    def wanted(self, plans: Sequence[BlockPlan]) -> tuple[BlockPlan, ...]:
+        """``plans`` without those that are left alone."""
+        return tuple(plan for plan in plans if not plan.queries or not set(plan.queries) <= set(self.left))
 
     @classmethod
     def from_text(cls, text: str) -> Declaration:
         """The declaration that :meth:`to_text` was taken from."""
         values = json.loads(text)
-        return cls(AttnResConfig.from_dict(values["config"]), tuple(values["sites"]), tuple(values["dims"]))
+        return cls(
+            AttnResConfig.from_dict(values["config"]),
+            tuple(values["sites"]),
+            tuple(values["dims"]),
+            tuple(values["left"]),
+        )
 
     def check(self, plans: Sequence[BlockPlan], where: str, found: Sequence[str] = ()) -> None:
         """Compare with the plans of a new capture.

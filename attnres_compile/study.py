@@ -26,7 +26,7 @@ from attnres_compile.passes.detect import detect
 from attnres_compile.passes.plan import BlockPlan, plan
 from attnres_compile.passes.streams import Detection, Reason, ResidualStream
 from attnres_compile.report import GraphBreak, LeftAlone, TransformReport
-from attnres_compile.reporting import build_report, left_alone, parameters_per_site, refuse_strict
+from attnres_compile.reporting import STREAM_REASONS, build_report, left_alone, parameters_per_site, refuse_strict
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Conversion:
         traced: path of the module that the graph is of; ``""`` is the model itself.
         route: of its stream, where that runs through graph breaks.
         regions: paths, relative to it, of modules that are compiled on their own.
+        left: what :class:`Declaration` says of it.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Conversion:
     traced: str = ""
     route: Route | None = None
     regions: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -56,11 +58,24 @@ class Conversion:
         """Plan ``streams`` of ``graph`` for the module at ``path``."""
         return cls(path, plan(streams, config, path), graph)
 
+    def declaration(self, config: AttnResConfig) -> Declaration:
+        """What the module says of itself."""
+        return Declaration.of(self.plans, config, self.left)
+
+    def limited(self, to: Conversion) -> Conversion:
+        """This, what the module's own graph shows, without the streams that ``to``, what the whole model's shows, does
+        not know: they are left alone.
+        """
+        known = {line for each in to.plans for line in _lines(each)}
+        kept = [each for each in self.plans if known & _lines(each)]
+        left = [name for each in self.plans if each not in kept for name in each.queries]
+        return replace(self, plans=tuple(kept), left=tuple(left))
+
     def queries(self, owner: nn.Module, config: AttnResConfig, report: TransformReport) -> DepthQueries:
         """New parameters for the module ``owner``, queries zero, in its dtype and on its device."""
         like = next((p for p in owner.parameters() if p.is_floating_point()), None)
         made = DepthQueries(
-            Declaration.of(self.plans, config),
+            self.declaration(config),
             dtype=like.dtype if like is not None else None,
             device=like.device if like is not None else None,
             report=report,
@@ -101,12 +116,14 @@ def study(
     detection = detect(graph.graph, config)
     conversions = by_owner(model, detection, config, graph)
     extra: tuple[LeftAlone, ...] = ()
-    doubtful = [item.path for item in conversions if _writes_in_place(item)]
+    doubtful = [item.path for item in conversions if _writes_in_place(item) or _is_seen_otherwise(item, detection)]
     if doubtful:
-        # What such a module writes into may be its caller's, which only its own graph tells.
-        for path, (item, rejected) in _own_conversions(model, inputs, config, doubtful).items():
+        # Only its own graph tells what such a module does by itself, and that one runs.
+        everyone = [item.path for item in conversions]
+        for path, (item, rejected) in _own_conversions(model, inputs, config, doubtful, everyone).items():
             at = next(i for i, each in enumerate(conversions) if each.path == path)
-            if Declaration.of(item.plans, config) != Declaration.of(conversions[at].plans, config):
+            item = item.limited(conversions[at])
+            if item.declaration(config) != conversions[at].declaration(config):
                 conversions[at] = item
                 extra += tuple(r for r in rejected if r.reason == Reason.MUTATED)
         conversions = [item for item in conversions if item.plans]
@@ -155,15 +172,47 @@ def _writes_in_place(item: Conversion) -> bool:
     return any(ops.written_argument(add) for step in steps for add in step.adds)
 
 
+def _is_seen_otherwise(item: Conversion, detection: Detection) -> bool:
+    """Whether the module's own graph may show other streams than the whole model's: where an add was left alone for a
+    constant that its caller computes, or a stream of it was left alone, perhaps for what happens outside of it.
+    """
+
+    def inside(node: fx.Node) -> bool:
+        path = facts.module_path(node)
+        return path == item.path or is_inside(path, item.path)
+
+    for left in detection.rejections:
+        if not inside(left.node):
+            continue
+        if left.reason in STREAM_REASONS:
+            return True
+        handed = (operand for operand in left.node.all_input_nodes if not inside(operand))
+        if left.reason == Reason.CONSTANT_OPERAND and any(map(facts.is_computed_constant, handed)):
+            return True
+    return False
+
+
+def _lines(plan: BlockPlan) -> set[tuple[str, str]]:
+    """Where the steps of a stream are: the same in every graph that holds them."""
+    return {(facts.module_path(step.node), facts.source_line(step.node)) for step in plan.stream.steps}
+
+
 def _own_conversions(
-    model: nn.Module, inputs: Inputs, config: AttnResConfig, paths: Iterable[str]
+    model: nn.Module, inputs: Inputs, config: AttnResConfig, paths: Iterable[str], everyone: Iterable[str]
 ) -> dict[str, tuple[Conversion, tuple[LeftAlone, ...]]]:
-    """For each module its streams as its own graph shows them, and what that graph leaves alone."""
+    """For each module its streams as its own graph shows them, and what that graph leaves alone.
+
+    Args:
+        paths: the modules.
+        everyone: all modules that own a stream. One inside another keeps its own: the other's graph shows it, too.
+    """
+    others = set(everyone)
     found: dict[str, tuple[Conversion, tuple[LeftAlone, ...]]] = {}
     for path, graph in capture_owners(model, inputs, dict.fromkeys(paths)).items():
         open_regions(graph)
         detection = detect(graph.graph, config)
-        item = Conversion.of(path, detection.streams, config, graph)
+        mine = (stream for stream in detection.streams if _owner(model, [stream]) not in others - {path})
+        item = Conversion.of(path, tuple(mine), config, graph)
         found[path] = replace(item, traced=path), left_alone(detection)
     return found
 
@@ -189,7 +238,7 @@ def _study_owners(
             where=breaks[0].where,
             remedy=_REMOVE,
         )
-    own = _own_conversions(model, inputs, config, paths)
+    own = _own_conversions(model, inputs, config, paths, paths)
     for item, rejected in own.values():
         part = build_report(Detection((), ()), item.plans, config, [item.path] * len(item.plans))
         whole = whole.merged(replace(part, rejections=rejected))
@@ -223,7 +272,8 @@ def _study_recording(
             pass
     conversions: list[Conversion] = []
     candidates: list[Candidate] = []
-    for item in by_owner(model, detection, config, recording.module):
+    owned = by_owner(model, detection, config, recording.module)
+    for item in owned:
         inside = tuple(path for path in regions if is_inside(path, item.path))
         around = next((path for path in regions if path == item.path or is_inside(item.path, path)), None)
         if around is not None:
@@ -231,7 +281,8 @@ def _study_recording(
         found, broken = None, None
         if not inside:
             try:
-                found = _own_conversions(model, inputs, config, [item.path])[item.path][0]
+                everyone = [each.path for each in owned]
+                found = _own_conversions(model, inputs, config, [item.path], everyone)[item.path][0]
             except GraphBreakError as error:
                 broken = error
         if found is not None:

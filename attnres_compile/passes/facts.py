@@ -149,6 +149,23 @@ def is_parameter_input(node: fx.Node) -> bool:
     return value is not None and "example_value" not in node.meta and bool(re.match(r"(p|b|c)_", str(node.target)))
 
 
+def is_computed_constant(node: fx.Node) -> bool:
+    """Whether operations made ``node``, of parameters and of no value that the model is given."""
+    if node.op in ("placeholder", "get_attr"):
+        return False
+    seen, waiting = {node}, [node]
+    while waiting:
+        current = waiting.pop()
+        if ops.is_metadata(current) or is_parameter_input(current):
+            continue
+        if current.op == "placeholder":
+            return False
+        fresh = [operand for operand in current.all_input_nodes if operand not in seen]
+        seen.update(fresh)
+        waiting += fresh
+    return True
+
+
 # ------------------------------------------------------------------ the feature axis
 
 
