@@ -38,10 +38,13 @@ class Capture:
 
 
 def _stopped() -> tuple[type[Exception], ...]:
-    """What stops the tracing of one graph where several could be made: a break, or control flow that data decides."""
+    """What stops the tracing of one graph where several could be made: a break, control flow that data decides, or a
+    failure of dynamo's own, which it may have with all that is computed from one number of the data.
+    """
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    return torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError, GuardOnDataDependentSymNode
+    exc = torch._dynamo.exc
+    return exc.Unsupported, exc.UserError, exc.InternalTorchDynamoError, GuardOnDataDependentSymNode
 
 
 class _Stop(Exception):

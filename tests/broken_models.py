@@ -127,14 +127,37 @@ class InPlace(Block):
 
 
 class Routed(Block):
-    """A loop over the tokens whose features add up to more than nothing: other numbers, other loops."""
+    """A loop over the tokens whose features add up to more than the others': other numbers, other loops."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.mixer(self.norm1(x)).cumsum(1)
-        chosen = (x.sum(-1) > 0).flatten().nonzero().flatten().unbind()
-        flat = self.norm2(x).flatten(0, 1)
-        extra = torch.stack([flat[index] for index in chosen]).mean(0)
-        return x + self.mlp(self.norm2(x)) + extra
+        normed = self.norm2(x)
+        sums = normed.sum(-1)
+        chosen = (sums > sums.mean()).flatten().nonzero().flatten().unbind()
+        extra = torch.stack([normed.flatten(0, 1)[index] for index in chosen]).mean(0)
+        return x + self.mlp(normed) + extra
+
+
+class RoutedPlain(Block):
+    """:class:`Routed` without the loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(self.norm1(x)).cumsum(1)
+        normed = self.norm2(x)
+        sums = normed.sum(-1, keepdim=True)
+        chosen = (sums > sums.mean()).to(x.dtype)
+        return x + self.mlp(normed) + (normed * chosen).sum((0, 1)) / chosen.sum()
+
+
+class Chaotic(Block):
+    """The last digits of a sum say how far features are moved: no two runs with other numbers are near each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(self.norm1(x)).cumsum(1)
+        normed = self.norm2(x)
+        for _ in range(int(x.detach().abs().sum() * 1e12) % x.shape[-1]):
+            normed = normed.roll(1, -1)
+        return x + self.mlp(normed)
 
 
 def outside(function: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:

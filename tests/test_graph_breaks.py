@@ -47,6 +47,7 @@ KINDS: dict[str, tuple[Callable[[], Model], type[Block]]] = {
     "parallel branches": (lambda: nets.network(nets.Parallel), nets.ParallelPlain),
     "hooks": (lambda: nets.hooked(nets.network(), lambda x: None), Block),
     "hooks that return a view": (lambda: nets.hooked(nets.network(), lambda x: x.view_as(x)), Block),
+    "a loop over what data decides": (lambda: nets.network(nets.Routed), nets.RoutedPlain),
     "a break between two layers": (lambda: nets.network(between=_pause), Block),
 }
 
@@ -285,10 +286,10 @@ def test_a_compiled_owner_or_a_part_of_the_layers_is_refused() -> None:
         (lambda: nets.hooked(nets.network(), lambda x: x.data.mul_(1.01)), ac.GraphBreakError),
         (lambda: nets.network(nets.OutsideAdd), ac.GraphBreakError),
         (lambda: nets.network(nets.InPlace), ac.GraphBreakError),
-        (lambda: nets.network(nets.Routed), ac.GraphBreakError),
+        (lambda: nets.network(nets.Chaotic), ac.GraphBreakError),
         (lambda: nets.network(nets.Printing).to("meta"), ac.GraphBreakError),
     ],
-    ids=["clones", "adds", "writes", "writes unseen", "an add outside", "in-place adds", "routed", "meta"],
+    ids=["clones", "adds", "writes", "writes unseen", "an add outside", "in-place adds", "chaotic", "meta"],
 )
 def test_what_cannot_be_followed_is_refused_and_named(model: Callable[[], Model], error: type[ac.AttnResError]) -> None:
     made = model()
