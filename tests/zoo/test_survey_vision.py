@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import pkgutil
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.zoo.survey import hf_other, timm_models, torch_models
+from tests.zoo.survey import hf_other, hf_other_recipes, timm_models, torch_models
+from tests.zoo.survey import hf_other_fields as fields
+from tests.zoo.survey import hf_other_special as special
 from tests.zoo.survey.entry import Entry, NotBuilt
 from tests.zoo.survey.images import images
 
@@ -125,7 +129,24 @@ def test_entries_of_transformers_have_one_name_and_a_kind(hf_entries: list[Entry
     assert all(entry.library == "transformers" for entry in hf_entries)
 
 
-@pytest.mark.parametrize("model_type", ["vit", "wav2vec2", "clip", "llava", "qwen2_vl"])
+def test_what_is_said_type_by_type_is_of_types_that_exist() -> None:
+    """A type that the library renames would lose its fields, or its call, without a word."""
+    said = [fields.FIELDS, fields.MADE_WITH, fields.MADE_BY, hf_other_recipes.RECIPES]
+    said += [special.CLASSES, special.DESIGNS, special.NOT_HERE, special.CHANGED]
+    said += [special.SIDES, special.SEVERAL, special.SIZE]
+    known = set(hf_other.chosen())
+    assert [name for each in said for name in each if name not in known] == []
+    assert known >= special.EAGER | special.SIZED | special.SQUARES | special.TEXT_ONLY
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("vit", "hiera", "sapiens2", "inkling2_vision", "pp_ocrv6_small_det"),
+        *("wav2vec2", "voxtral_realtime_text"),
+        *("clip", "llava", "qwen2_vl", "minicpmv4_7", "pi0", "xclip"),
+    ],
+)
 def test_a_type_is_built_and_called_with_what_it_is_made_for(hf_entries: list[Entry], model_type: str) -> None:
     entry = next(each for each in hf_entries if each.name.endswith(f"/{model_type}"))
     torch.manual_seed(0)
@@ -158,6 +179,32 @@ def test_what_cannot_be_built_says_why(hf_entries: list[Entry]) -> None:
     entry = next(each for each in hf_entries if each.name.endswith("/bark"))
     with pytest.raises(NotBuilt, match="no forward"):
         entry.build()
+
+
+def test_only_codebooks_of_zeros_are_filled() -> None:
+    def module(**buffers: torch.Tensor) -> torch.nn.Module:
+        made = torch.nn.Module()
+        for name, buffer in buffers.items():
+            made.register_buffer(name, buffer)
+        return made
+
+    kept = torch.arange(6.0).view(3, 2)
+    model = torch.nn.Sequential(
+        module(embed=torch.zeros(3, 2), cluster_size=torch.zeros(3)), module(embed=kept.clone()), torch.nn.Linear(2, 2)
+    )
+    special.filled(model)
+    assert model[0].embed.all() and not model[0].cluster_size.any()
+    assert torch.equal(model[1].embed, kept)
+
+
+def test_a_memory_of_earlier_calls_is_switched_off() -> None:
+    from transformers.models.omdet_turbo.modeling_omdet_turbo import OmDetTurboLRUCache
+
+    memories = [OmDetTurboLRUCache(4), OmDetTurboLRUCache(4)]
+    special.CHANGED["omdet-turbo"](SimpleNamespace(language_cache_class=memories[0], language_cache_prompt=memories[1]))
+    for each in copy.deepcopy(memories):
+        each.put((1, 2), torch.ones(1))
+        assert not each.has((1, 2))
 
 
 # --- images

@@ -10,7 +10,7 @@ from torch import nn
 
 from attnres_compile import comparison, exactness
 from attnres_compile.inputs import Inputs
-from tests.zoo.survey.models import twin
+from tests.zoo.survey.models import NotRun, is_flat, twin
 from tests.zoo.survey.wording import one_line
 
 # How many times further off than one rounding of every parameter a converted model may be.
@@ -40,6 +40,9 @@ def judged(model: nn.Module, inputs: Inputs, verified: Callable[[torch.dtype | N
         model: the original.
         inputs: what to call it with.
         verified: compares in a dtype; ``None`` is the model's own.
+
+    Raises:
+        NotRun: all gradients of the original are zero, so that nothing can be shown.
     """
     single = verified(None)
     exact, detail = (True, "") if single.holds else _decided(model, inputs, single, verified)
@@ -55,7 +58,7 @@ def _decided(
     in_single = _numbers("float32", single)
     if max(single.output_error or 0.0, single.gradient_error or 0.0) <= single.tolerance:
         # Shapes, dtypes, integers or queries without gradients: not for float64 to judge.
-        return False, f"{in_single}; {'; '.join(single.notes)}"
+        return False, "; ".join([in_single, *single.notes, *_without_gradients(model, inputs)])
     try:
         double = verified(torch.float64)
     except Exception as error:
@@ -69,6 +72,21 @@ def _decided(
     if max(double.output_error or 0.0, double.gradient_error or 0.0) <= double.tolerance:
         return False, worst
     return _by_rounding(model, inputs, double, torch.float64, worst)
+
+
+def _without_gradients(model: nn.Module, inputs: Inputs) -> list[str]:
+    """How much of the original gets no gradient: queries there cannot get one either, which is nobody's mistake.
+
+    Raises:
+        NotRun: all of it.
+    """
+    with comparison.same_randomness(), torch.enable_grad():
+        original = comparison.run(twin(model), inputs, seed=0)
+    if is_flat(original):
+        text = "the original's own gradients are all zero with all of the random weights that were tried"
+        raise NotRun("no_gradient", f"{text}: nothing shows that the depth attention takes part")
+    zero = sum(not bool(tensor.any()) for tensor in original.gradients.values())
+    return [f"{zero} of {len(original.gradients)} gradients of the original are zero as well"] if zero else []
 
 
 def _by_rounding(

@@ -142,6 +142,9 @@ def build(model_type: str, class_name: str) -> nn.Module:
     for module in model.modules():
         if hasattr(module, "config") and hasattr(module.config, "to_dict"):
             without_cache(module.config)
+    special.filled(model)
+    if model_type in special.CHANGED:
+        special.CHANGED[model_type](model)
     return model.eval()
 
 

@@ -5,86 +5,57 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tests.zoo.survey.hf_other_backbones import det_lcnet, fastvit, pe_tower, repvit, resnet, resnet_3, swin
+
 # Types whose small configuration is made whole.
-MADE_BY: dict[str, Callable[[], Any]] = {"edgetam_vision_model": lambda: _repvit()}
-
-
-def _resnet() -> Any:
-    """A small ResNet, for detectors whose default backbone is a trained one of timm's."""
-    from transformers import ResNetConfig
-
-    return ResNetConfig(
-        embedding_size=16, hidden_sizes=[16, 24, 32, 40], depths=[2, 2, 2, 2], layer_type="basic", out_indices=[4]
-    )
-
-
-def _repvit() -> Any:
-    """A small backbone of timm's, for a model that knows no other."""
-    from transformers import EdgeTamVisionConfig, TimmWrapperConfig
-
-    backbone = TimmWrapperConfig(
-        architecture="repvit_m0_9", model_args={"features_only": True, "out_indices": [0, 1, 2, 3]}
-    )
-    return EdgeTamVisionConfig(
-        backbone_config=backbone,
-        backbone_channel_list=[384, 192, 96, 48],
-        backbone_feature_sizes=[[32, 32], [16, 16], [8, 8]],
-        fpn_hidden_size=64,
-    )
-
-
-def _fastvit() -> Any:
-    """A small image tower of timm's, for a model that knows no other."""
-    from transformers import TimmWrapperConfig
-
-    options = {"inference_mode": False, "layers": (2, 2, 2, 2), "embed_dims": (32, 32, 64, 64)}
-    return TimmWrapperConfig(architecture="fastvit_sa12", hidden_size=128, model_args=options, do_pooling=False)
-
-
-def _pe_tower() -> Any:
-    """A small plain image tower of timm's, for models that know no other."""
-    from transformers import TimmWrapperConfig
-
-    options = {"embed_dim": 64, "depth": 4, "num_heads": 4, "img_size": (32, 32)}
-    return TimmWrapperConfig(architecture="vit_pe_core_tiny_patch16_384", model_args=options, do_pooling=False)
-
-
-def _swin() -> Any:
-    """A Swin transformer of timm's, which hands out states with their channels last."""
-    from transformers import TimmBackboneConfig
-
-    return TimmBackboneConfig(
-        backbone="swin_tiny_patch4_window7_224", out_indices=[1, 2, 3], use_pretrained_backbone=False
-    )
-
-
-def _resnet_3() -> Any:
-    config = _resnet()
-    config.set_output_features_output_indices(None, [2, 3, 4])
-    return config
+MADE_BY: dict[str, Callable[[], Any]] = {"edgetam_vision_model": repvit}
 
 
 SERIES: dict[str, Any] = {"prediction_length": 8, "context_length": 16}
 
-DETR: dict[str, Any] = {"use_timm_backbone": False, "backbone_config": _resnet, "backbone": None}
+DETR: dict[str, Any] = {"use_timm_backbone": False, "backbone_config": resnet, "backbone": None}
 
 # What a default configuration needs to be made at all; functions are called.
 MADE_WITH: dict[str, dict[str, Any]] = {
-    "omdet-turbo": {"backbone_config": _swin, "backbone": None},
+    "pp_ocrv6_medium_det": {"backbone_config": det_lcnet},
+    "pp_ocrv6_small_det": {"backbone_config": det_lcnet},
+    "omdet-turbo": {"backbone_config": swin, "backbone": None},
     "wav2vec2-bert": {"vocab_size": 40},
     "wav2vec2-conformer": {"vocab_size": 40},
-    "fast_vlm": {"vision_config": _fastvit},
+    "fast_vlm": {"vision_config": fastvit},
     "chameleon": {"vocabulary_map": {"<image>": 5}},
     "autoformer": SERIES,
     "informer": SERIES,
     "time_series_transformer": SERIES,
     "conditional_detr": DETR,
     "dab-detr": DETR,
-    "deformable_detr": {**DETR, "backbone_config": _resnet_3},
+    "deformable_detr": {**DETR, "backbone_config": resnet_3},
     "detr": DETR,
-    "edgetam": {"vision_config": _repvit},
+    "edgetam": {"vision_config": repvit},
     "table-transformer": DETR,
     "timm_backbone": {"backbone": "resnet18", "use_pretrained_backbone": False},
+}
+
+# Kernel size, stride and padding of each convolution of a block that looks along rows, columns and both.
+INTRACLASS: dict[str, Any] = {
+    "reduce_channel": [1, 1, 0],
+    "return_channel": [1, 1, 0],
+    **{
+        f"{name}_{ratio}ratio": [[size if tall else 1, size if wide else 1], 1, [size // 2 * tall, size // 2 * wide]]
+        for name, tall, wide in (
+            ("vertical_long_to_small_conv", 1, 0),
+            ("horizontal_small_to_long_conv", 0, 1),
+            ("symmetric_conv_long", 1, 1),
+        )
+        for ratio, size in (("long", 7), ("mid", 5), ("short", 3))
+    },
+}
+
+DETECTED: dict[str, Any] = {
+    "neck_out_channels": 64,
+    "intraclass_block_config": INTRACLASS,
+    "scale_factor_list": [1, 2, 4, 8],
+    "kernel_list": [3, 2, 2],
 }
 
 # Fields of the small configuration; nested mappings are for configurations within.
@@ -146,18 +117,28 @@ SAM3_VISION: dict[str, Any] = {
 NECK: dict[str, Any] = {"neck_hidden_sizes": (16, 24, 32, 40), "fusion_hidden_size": 32, "head_hidden_size": 16}
 
 FIELDS: dict[str, dict[str, Any]] = {
+    "uvdoc": {"backbone_config": {"out_indices": [1, 2, 3, 4, 5, 6]}},
     "vibevoice_acoustic_tokenizer": {"depths": (1, 1, 1, 1, 1, 1, 2), "num_filters": 4},
     "vibevoice_acoustic_tokenizer_decoder": {"depths": (1, 1, 1, 1, 1, 1, 2), "num_filters": 4},
     "vibevoice_acoustic_tokenizer_encoder": {"depths": (1, 1, 1, 1, 1, 1, 2), "num_filters": 4},
     "muse_spark": {"out_hidden_size": 256, "projector_hidden_size": 48},
-    "omdet-turbo": {"text_projection_in_dim": 64},
+    "omdet-turbo": {"text_projection_in_dim": 64, "text_projection_out_dim": 64, "class_embed_dim": 64},
+    "hiera": {"image_size": (64, 64)},
+    "neucodec": {"quantization_dim": 128},
+    "xcodec2": {"quantization_dim": 128},
+    "xcodec": {
+        "acoustic_model_config": {"encoder_hidden_size": 8, "hidden_size": 128, "decoder_hidden_size": 96},
+        "codebook_dim": 192,
+        "codebook_size": 32,
+    },
+    "pp_formulanet": {"vision_config": {"decoder_hidden_size": 64}},
+    "pp_ocrv5_server_det": DETECTED,
+    "pp_ocrv6_medium_det": DETECTED,
+    "pp_ocrv6_small_det": {"layer_list_out_channels": [16, 24, 32, 40]},
     "pp_doclayout_v2": {"class_thresholds": [0.5] * 25, "class_order": list(range(25))},
     "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": _mrope([2, 3, 3])}},
-    "sapiens2": {
-        "num_key_value_attention_heads": 4,
-        "num_first_full_attention_layers": 1,
-        "num_last_full_attention_layers": 1,
-    },
+    # All heads have keys of their own in the first and last layers.
+    "sapiens2": {"num_key_value_heads_per_layer": [4, 2, 2, 4]},
     "shieldgemma2": {"mm_tokens_per_image": 4, "yes_token_index": 30, "no_token_index": 31},
     "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}, "mm_tokens_per_image": 4},
     "tvp": {"max_img_size": 64, "visual_prompt_size": 8},
@@ -207,6 +188,14 @@ FIELDS: dict[str, dict[str, Any]] = {
     "instructblipvideo": {"video_token_id": 5, "num_query_tokens": 4},
     "janus": {"image_token_id": 5, "vision_config": {"projection_dim": 64}},
     "kimi_k25": {"projection_hidden_size": 64},
+    "minicpmv4_7": {
+        "image_token_id": 5,
+        "image_start_id": 6,
+        "image_end_id": 7,
+        "slice_start_id": 8,
+        "slice_end_id": 9,
+        "newline_id": 10,
+    },
     "mistral4": {"head_dim": 16, "qk_rope_head_dim": 8},
     "nemotron_h_omni": {"vision_hidden_size": 64, "vision_config": {"video_temporal_patch_size": 2}},
     "paddleocr_vl": {"text_config": {"rope_parameters": _mrope([4, 4, 4])}},
@@ -216,13 +205,16 @@ FIELDS: dict[str, dict[str, Any]] = {
         "convstream_hidden_sizes": [16, 24, 32],
         "fusion_hidden_sizes": [32, 24, 16, 8],
     },
-    "xclip": {"projection_dim": 64, "prompt_attention_dropout": 0.0, "mit_hidden_size": 64},
-    "pe_audio_video": {"audio_video_config": {"video_config": {"vision_config": _pe_tower}}},
-    "pe_audio_video_encoder": {"video_config": {"vision_config": _pe_tower}},
-    "pe_video": {"video_config": {"vision_config": _pe_tower}},
-    "pe_video_encoder": {"vision_config": _pe_tower},
-    "perception_lm": {"vision_config": _pe_tower},
-    "pi0": {"vlm_config": {"projection_dim": 64, "hidden_size": 64, "vision_config": {"projection_dim": 64}}},
+    "xclip": {"projection_dim": 64, "vision_config": {"mit_hidden_size": 64, "mit_intermediate_size": 72}},
+    "pe_audio_video": {"audio_video_config": {"video_config": {"vision_config": pe_tower}}},
+    "pe_audio_video_encoder": {"video_config": {"vision_config": pe_tower}},
+    "pe_video": {"video_config": {"vision_config": pe_tower}},
+    "pe_video_encoder": {"vision_config": pe_tower},
+    "perception_lm": {"vision_config": pe_tower},
+    "pi0": {
+        "vlm_config": {"projection_dim": 64, "hidden_size": 64, "vision_config": {"projection_dim": 64}},
+        "dit_config": {"head_dim": 16},
+    },
     "pocket_tts_audio_tokenizer": CODEC,
     "pocket_tts_audio_tokenizer_decoder": CODEC,
     "pocket_tts_audio_tokenizer_encoder": CODEC,

@@ -148,10 +148,12 @@ def _with_images(make: Maker, found: dict[str, Any]) -> None:
     if "image_merge_sizes" in takes:
         found["image_merge_sizes"] = torch.tensor([2] * BATCH)
     token = next((make.says(name) for name in TOKENS if make.says(name) is not None), None)
-    owner: Any = next((each for each in make.model.modules() if hasattr(each, "get_image_features")), None)
+    # A model that hands everything on to one that it holds says nothing of what it takes.
+    owners = [each for each in make.model.modules() if hasattr(each, "get_image_features")]
+    owner: Any = next((each for each in owners if found.keys() & _asked(each).keys()), None)
     if token is None or owner is None:
         return
-    asks = inspect.signature(owner.get_image_features).parameters
+    asks = _asked(owner)
     with torch.no_grad():
         features = owner.get_image_features(
             **{
@@ -164,6 +166,10 @@ def _with_images(make: Maker, found: dict[str, Any]) -> None:
     for name in ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids"):
         if name in takes:
             found[name] = (found["input_ids"] == token).long()
+
+
+def _asked(owner: Any) -> Mapping[str, Any]:
+    return inspect.signature(owner.get_image_features).parameters
 
 
 def length(features: Any) -> int:

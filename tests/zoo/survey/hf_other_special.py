@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
 # Types for which the class of their first task is not the one to take.
 CLASSES: dict[str, tuple[str, str]] = {
     "sapiens2": ("vision", "Sapiens2Model"),
@@ -33,25 +39,51 @@ NAMED: dict[str, tuple[str, ...]] = {
 }
 
 # What is special about a model or its call.
-DESIGNS: dict[str, str] = {}
+DESIGNS: dict[str, str] = {"omdet-turbo": "without its memory of earlier calls' texts"}
 
 NO_FORWARD = "the class has no forward of its own; it only generates, through the models that it holds"
 
-SESSION = "it is called with a session object that holds frames and state, not with tensors"
+SESSION = "its forward takes a session object that holds frames and state, not tensors"
 
-# Types that cannot be built here, and why.
+# Types that cannot be built here, and why; of what they hold, what is an entry of its own.
 NOT_HERE: dict[str, str] = {
     "bark": NO_FORWARD,
-    "qwen2_5_omni": NO_FORWARD,
-    "qwen3_omni_moe": NO_FORWARD,
-    "dinat": "its neighbourhood attention is in the library natten, which is not installed",
+    "qwen2_5_omni": f"{NO_FORWARD}; of these the thinker is the entry qwen2_5_omni_thinker",
+    "qwen3_omni_moe": f"{NO_FORWARD}; of these the thinker is the entry qwen3_omni_moe_thinker",
     "glm_image_vqmodel": "the class has no forward; it is a part that others call by other methods",
-    "sam3_tracker_video": SESSION,
-    "sam3_video": SESSION,
+    "sam3_tracker_video": f"{SESSION}; the model for single images is the entry sam3_tracker",
+    "sam3_video": f"{SESSION}; the model for single images is the entry sam3",
 }
 
 # Types whose other attention does not run on the CPU.
 EAGER: frozenset[str] = frozenset()
+
+# What codebooks are kept in, which are zero until a checkpoint or training fills them.
+CODEBOOKS = ("embed", "embed_sum")
+
+
+@torch.no_grad()
+def filled(model: nn.Module) -> None:
+    """Gives codebooks of zeros random entries, in place: all that is looked up there would be zero."""
+    for module in model.modules():
+        for name in CODEBOOKS:
+            buffer = module._buffers.get(name)
+            if buffer is not None and not buffer.any():
+                buffer.normal_()
+
+
+def _forgetful(model: Any) -> None:
+    """Makes every call compute the embeddings of its texts, as the first one does; later ones have no gradients."""
+    for memory in (model.language_cache_class, model.language_cache_prompt):
+        memory.put = _nothing
+
+
+def _nothing(key: Any, value: Any) -> None:
+    pass
+
+
+# What is changed in a model after it was built.
+CHANGED: dict[str, Callable[[Any], None]] = {"omdet-turbo": _forgetful}
 
 # Sides of images in pixels, where the configuration says none that is right.
 SIDES: dict[str, int | tuple[int, int]] = {
@@ -66,7 +98,7 @@ SIDES: dict[str, int | tuple[int, int]] = {
     "perception_lm": 32,
     "omdet-turbo": 224,
     "pp_ocrv5_mobile_rec": (96, 192),
-    "pp_ocrv5_server_rec": (96, 192),
+    "pp_ocrv5_server_rec": (48, 96),
     "pp_ocrv6_small_rec": (48, 96),
     "pp_ocrv6_tiny_rec": (48, 96),
     "sam2": 128,
@@ -111,6 +143,7 @@ TEXT_ONLY: frozenset[str] = frozenset(
         "apertus1p5",
         "chameleon",
         "deepseek_ocr2",
+        "embedding_gemma2",
         "fun_asr_nano",
         "glm_image",
         "granite4_vision",

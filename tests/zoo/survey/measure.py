@@ -124,7 +124,7 @@ def _measure(entry: Entry, found: Findings, says: Says, convert: Convert | None)
             _breaks(model, inputs, found)
     found.output_error, found.gradient_error = verdict.output_error, verdict.gradient_error
     if not verdict.exact:
-        if against_traced(model, inputs):
+        if against_traced(model, inputs, convert):
             return "traced", "is_compiling", f"{verdict.detail}; exact against the original that is traced"
         return "wrong", "not_exact", verdict.detail
     found.notes.append(verdict.detail)
@@ -185,9 +185,9 @@ def _compared(model: nn.Module, inputs: Inputs, found: Findings, says: Says, con
     return judged(model, inputs, verified)
 
 
-def against_traced(model: nn.Module, inputs: Inputs) -> bool:
+def against_traced(model: nn.Module, inputs: Inputs, convert: Convert | None = None) -> bool:
     """Whether what is off is what tracing makes of the original, before anything is converted."""
-    return exactness.verify(model, inputs, CONFIG, keep_weights=True, traced=True).holds
+    return exactness.verify(model, inputs, CONFIG, keep_weights=True, traced=True, convert=convert).holds
 
 
 # --- the status

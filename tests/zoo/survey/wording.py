@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from attnres_compile.errors import AttnResError
+from tests.zoo.survey.entry import NotBuilt
 
 LONGEST_DETAIL = 400
 
@@ -49,6 +50,25 @@ def kind_and_place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{': '.join([type(error).__name__, *lines[:1]])}{place}"
+
+
+_MISSING = re.compile(r"requires the (.+?) library but it was not found")
+# What an error says, and what it means for the survey.
+_MEANINGS = {
+    "make sure to use `model.train()`": "its backward pass is written by hand and refuses eval mode, "
+    "in which outputs and gradients are compared here",
+}
+
+
+def why_not(error: BaseException) -> str:
+    """Why a model cannot be built or run: in words where they are known, or the error's."""
+    text = " ".join(str(error).split())
+    if missing := _MISSING.search(text):
+        return f"it needs the library {missing[1]}, which is not installed"
+    for says, means in _MEANINGS.items():
+        if says in text:
+            return means
+    return one_line(error) if isinstance(error, NotBuilt) else kind_and_place(error)
 
 
 def snake(name: str) -> str:
