@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from attnres_compile import owners
 from attnres_compile.capture import capture, capture_owners, capture_pieces
 from attnres_compile.config import AttnResConfig
 from attnres_compile.crossing.recording import record
@@ -113,7 +114,7 @@ def study(
         study_broken = _study_recording if follow else _study_owners
         return study_broken(model, inputs, config, traced.breaks)
     open_regions(graph)
-    detection = detect(graph.graph, config)
+    detection = owners.agreeing(model, detect(graph.graph, config))
     conversions = by_owner(model, detection, config, graph)
     extra: tuple[LeftAlone, ...] = ()
     doubtful = [item.path for item in conversions if _writes_in_place(item) or _is_seen_otherwise(item, detection)]
@@ -152,19 +153,9 @@ def study_graph(
 
 def by_owner(model: nn.Module, detection: Detection, config: AttnResConfig, graph: fx.GraphModule) -> list[Conversion]:
     """The detected streams of ``graph`` by the module of ``model`` that owns them."""
-    owners: dict[str, list[ResidualStream]] = {}
-    for stream in detection.streams:
-        owners.setdefault(_owner(model, [stream]), []).append(stream)
-    for path, streams in list(owners.items()):
-        # Streams of several calls of one module belong to what makes the calls.
-        caller = _owner(model, streams)
-        if caller != path:
-            owners.setdefault(caller, []).extend(owners.pop(path))
-    return [Conversion.of(path, tuple(streams), config, graph) for path, streams in owners.items()]
-
-
-def _owner(model: nn.Module, streams: Iterable[ResidualStream]) -> str:
-    return facts.owner_path(model, [step.node for stream in streams for step in stream.steps])
+    return [
+        Conversion.of(path, streams, config, graph) for path, streams in owners.streams_of(model, detection).items()
+    ]
 
 
 def _writes_in_place(item: Conversion) -> bool:
@@ -192,9 +183,9 @@ def _is_seen_otherwise(item: Conversion, detection: Detection) -> bool:
     return False
 
 
-def _lines(plan: BlockPlan) -> set[tuple[str, str]]:
+def _lines(plan: BlockPlan) -> set[owners.Line]:
     """Where the steps of a stream are: the same in every graph that holds them."""
-    return {(facts.module_path(step.node), facts.source_line(step.node)) for step in plan.stream.steps}
+    return {owners.line_of(step.node) for step in plan.stream.steps}
 
 
 def _own_conversions(
@@ -211,7 +202,7 @@ def _own_conversions(
     for path, graph in capture_owners(model, inputs, dict.fromkeys(paths)).items():
         open_regions(graph)
         detection = detect(graph.graph, config)
-        mine = (stream for stream in detection.streams if _owner(model, [stream]) not in others - {path})
+        mine = (stream for stream in detection.streams if owners.path_of(model, [stream]) not in others - {path})
         item = Conversion.of(path, tuple(mine), config, graph)
         found[path] = replace(item, traced=path), left_alone(detection)
     return found
@@ -224,7 +215,7 @@ def _study_owners(
     graphs = capture_pieces(model, inputs)
     for piece in graphs:
         open_regions(piece)
-    detections = [detect(piece.graph, config) for piece in graphs]
+    detections = [owners.agreeing(model, detect(piece.graph, config)) for piece in graphs]
     paths = [
         item.path
         for piece, detection in zip(graphs, detections, strict=True)
@@ -264,7 +255,7 @@ def _study_recording(
         if regions:
             raise
         return _study_owners(model, inputs, config, breaks)
-    detection = detect(recording.module.graph, config)
+    detection = owners.agreeing(model, detect(recording.module.graph, config))
     if not detection.streams and not regions:
         try:
             return _study_owners(model, inputs, config, breaks)

@@ -145,3 +145,43 @@ def test_what_is_left_alone_by_itself_stays_so_in_every_way_to_run() -> None:
     outer = torch.compile(model, backend="attnres", options={"lowering": "eager"})
     for run in (model, outer, ac.export_program(model, (x,)).module()):
         torch.testing.assert_close(run(x), want, rtol=1e-5, atol=1e-6)
+
+
+class Recurring(nn.Module):
+    """One stack, called on what it made: only its first call begins with what was not normed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class Cycles(nn.Module):
+    """Adds the input in before each call of the stack but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Recurring()
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.stack(x.sin())
+        for _ in range(2):
+            state = self.stack(state + x)
+        return state
+
+
+def test_a_module_is_not_converted_for_one_of_its_calls() -> None:
+    """All calls run one forward: where some are left alone, the others cannot be converted."""
+    model = randomize(Around(Cycles())).eval()
+    x = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ac.NoStreamError) as caught:
+        ac.transform(model, x, CONFIG)
+    left = caught.value.report.rejections
+    adds = [each for each in left if each.module.startswith("inner.stack.layers.")]
+    assert len(adds) == 3 * 2 * 2, "three calls of two layers of two adds"
+    assert {each.reason for each in adds} <= {"post_norm", "shared_weights"}
