@@ -53,7 +53,7 @@ def detect(graph: fx.Graph, config: AttnResConfig | None = None) -> Detection:
     for starts, named in mixtures:
         for node in refusal.in_a_row(starts, config.min_sublayers):
             rejections[node] = Rejection(named, node)
-    chains = [_trim(chain) for chain in _chains(found, memory)]
+    chains = [_trim(_without_unread_end(chain)) for chain in _chains(found, memory)]
     refused = _refusals(chains, found, memory, config)
     streams: list[ResidualStream] = []
     for chain in chains:
@@ -130,6 +130,19 @@ def _continuation(records: list[AddRecord], below: dict[fx.Node, int]) -> AddRec
     return chosen
 
 
+def _without_unread_end(chain: _Chain) -> _Chain:
+    """A last sum that nothing reads makes no state; it goes away with the step before it.
+
+    A write that is a step is seen by nothing but its own users.
+    """
+    *kept, last = chain.records
+    if not kept or last.node.users or last.skip is not kept[-1].node:
+        return chain
+    kept[-1].adds += last.adds
+    kept[-1].inner += last.inner
+    return _Chain(chain.root, kept)
+
+
 def _trim(chain: _Chain) -> _Chain:
     """Cut weightless steps off both ends; what is between anchors belongs to the stream."""
     anchored = [i for i, record in enumerate(chain.records) if record.anchored]
@@ -167,7 +180,9 @@ def _refusals(chains: list[_Chain], found: Scan, memory: Memory, config: AttnRes
     for chain in kept:
         if id(chain) in refused:
             continue
-        if any(refusal.is_gated(record, found) for record in chain.records):
+        if refusal.is_scaled_and_shifted(chain.records, found):
+            refused[id(chain)] = Reason.POST_NORM
+        elif any(refusal.is_gated(record, found) for record in chain.records):
             refused[id(chain)] = Reason.GATED
         elif refusal.attends_over_depth([chain.root, *(record.node for record in chain.records)], found):
             refused[id(chain)] = Reason.DEPTH_ATTENTION
@@ -318,7 +333,8 @@ def _reads(root: fx.Node, steps: list[Step]) -> tuple[Read, ...]:
     reads: list[Read] = []
     for index in range(len(steps) + 1):
         following = steps[index] if index < len(steps) else None
-        readers = _readers(steps[index - 1].node if index else root, following)
+        own = steps[index - 1] if index else None
+        readers = [node for node in _readers(own.node if own else root, following) if not own or node not in own.adds]
         if readers:
             reads.append(Read(index, tuple(readers)))
     return tuple(reads)

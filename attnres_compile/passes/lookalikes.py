@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from attnres_compile.passes import ops
+from attnres_compile.passes import facts, ops
+from attnres_compile.passes.sides import AddRecord
 from attnres_compile.passes.streams import Term
 
 if TYPE_CHECKING:
@@ -70,6 +71,26 @@ def note_shift(scanner: Scanner, node: fx.Node, operands: Operands) -> None:
         kept = [term.node for term in moved.terms if not scanner.constant[term.node]]
         if len(kept) == 1 and _learned(scanner, other) & bits.get(out.base[kept[0]], 0):
             out.shifted[node] = out.base[kept[0]]
+
+
+def shifts_a_scaled_state(scanner: Scanner, record: AddRecord) -> bool:
+    """Whether this is ``x * w + b`` with one learned number per feature each: a norm with fixed statistics."""
+    if any(term.product or not _is_vector(scanner, term.node) for term in record.terms):
+        return False
+    node = record.skip
+    while node is not None and (before := scanner.out.carried.get(node)) is not None:
+        scales = ops.name_of(node) in ops.SCALES or ops.name_of(node) in ops.INPLACE_SCALES
+        if scales and any(_is_vector(scanner, factor) for factor in node.all_input_nodes if factor is not before):
+            return True
+        node = before
+    return False
+
+
+def _is_vector(scanner: Scanner, node: fx.Node) -> bool:
+    """Whether ``node`` holds a learned number per feature and no more: neither a table of positions nor one number."""
+    value = facts.tensor(node)
+    long = [size for size in value.shape if not isinstance(size, int) or size > 1] if value is not None else []
+    return scanner.constant[node] and scanner.weight.get(node) is not None and len(long) == 1
 
 
 def _learned(scanner: Scanner, term: Term) -> int:

@@ -97,10 +97,12 @@ NORMS = {
     "module:BatchNorm3d": 1, "module:SyncBatchNorm": 1, "module:InstanceNorm1d": 1,
     "module:InstanceNorm2d": 1, "cudnn_batch_norm": 1, "miopen_batch_norm": 1,
 }  # fmt: skip
+# What a mean is written with, beside scales.
+AVERAGES = frozenset({"mean", "sum", "masked_fill"})
 # What a hand-written norm ends in, and what else it is made of.
 NORM_MARKS = frozenset({"rsqrt", "sqrt", "norm", "linalg_vector_norm", "vector_norm", "std", "var_mean"})
 NORM_PARTS = NORM_MARKS | frozenset(
-    {"pow", "square", "mean", "var", "sum", "reciprocal", "abs", "amax", "max", "clamp_min", "neg"}
+    {"pow", "__pow__", "square", "mean", "var", "sum", "reciprocal", "abs", "amax", "max", "clamp_min", "neg"}
 )
 ACTIVATIONS = frozenset(
     {
@@ -189,6 +191,15 @@ def is_metadata(node: fx.Node) -> bool:
     """Whether ``node`` asks only for a shape, a dtype or the like."""
     name = name_of(node)
     return name in METADATA or (name == "getattr" and len(node.args) > 1 and node.args[1] in METADATA)
+
+
+def is_root(node: fx.Node) -> bool:
+    """Whether ``node`` takes a root, as a hand-written norm does: by name, or as a power such as ``x ** -0.5``."""
+    name = name_of(node)
+    if name in ("pow", "__pow__"):
+        exponent = node.args[1] if len(node.args) > 1 else node.kwargs.get("exponent")
+        return isinstance(exponent, float) and not exponent.is_integer()
+    return name in NORM_MARKS
 
 
 def adds_zero(node: fx.Node) -> fx.Node | None:

@@ -39,7 +39,7 @@ def link(root: fx.Node, tails: Container[fx.Node]) -> tuple[fx.Node, Reason] | N
         seen.add(node)
         if node in tails and node is not root:
             other = facts.tensor(node)
-            if other is not None and value is not None and (joined or _same_width(other, value)):
+            if other is not None and value is not None and (joined or facts.same_shape(other.shape, value.shape)):
                 found = found or node
             continue
         name = ops.name_of(node)
@@ -67,14 +67,11 @@ def _between(start: fx.Node, walked: set[fx.Node]) -> set[str]:
             seen.add(user)
             todo.append(user)
             name = ops.name_of(user)
-            if name not in ops.DROPOUTS or not ops.dropout_is_identity(user):
+            if ops.is_root(user):
+                names.add("sqrt")
+            elif name not in ops.DROPOUTS or not ops.dropout_is_identity(user):
                 names.add(name)
     return names
-
-
-def _same_width(a: object, b: object) -> bool:
-    sizes_a, sizes_b = list(a.shape), list(b.shape)  # type: ignore[attr-defined]
-    return len(sizes_a) == len(sizes_b) and all(map(facts.same_size, sizes_a, sizes_b))
 
 
 def _is_local(node: fx.Node, name: str) -> bool:
@@ -122,7 +119,8 @@ def _reason(names: set[str]) -> Reason | None:
 def is_gated(record: AddRecord, scan: Scan) -> bool:
     """Whether the branch of a step holds a multiple of the step's own skip, as ``x + t * (f - x)`` does.
 
-    A term that is nothing but a copy of the skip (``x + w * x``, the innermost skip of a U-Net) is no gate.
+    So does one that fades out a mean of it, as ``x + f + t * (g - x.mean(1))`` does. A term that is nothing but a copy
+    of the skip (``x + w * x``, the innermost skip of a U-Net) is no gate.
     """
     assert record.base is not None
     if record.gated:
@@ -133,6 +131,8 @@ def is_gated(record: AddRecord, scan: Scan) -> bool:
     seen: set[fx.Node] = set()
     nodes = [term.node for term in record.terms if term.product is None]
     todo = [node for node in nodes if scan.base.get(node) is not record.base]
+    if any(term.factor < 0 and _is_mean_of(term.node, record.base, scan) for term in record.terms):
+        return True
     while todo and len(seen) < _SEARCH:
         node = todo.pop()
         if node in seen:
@@ -146,8 +146,23 @@ def is_gated(record: AddRecord, scan: Scan) -> bool:
         name = ops.name_of(node)
         if name in ops.SCALES or name in ops.ADDS or name in ops.SUBS or name in ops.DROPOUTS or name == "neg":
             todo += [i for i in node.all_input_nodes if facts.is_float(i)]
+            if name in ops.SUBS and len(node.args) > 1 and _is_mean_of(node.args[1], record.base, scan):
+                return True
         elif scan.base.get(node) is not node:
             todo.append(scan.base[node])
+    return False
+
+
+def _is_mean_of(node: object, base: fx.Node, scan: Scan) -> bool:
+    """Whether ``node`` is a mean of ``base``, perhaps of some of its tokens, or such a mean scaled."""
+    if not isinstance(node, fx.Node):
+        return False
+    name = ops.name_of(node)
+    if name in ops.AVERAGES:
+        averaged = node.all_input_nodes[0]
+        return scan.base.get(averaged) is base or _is_mean_of(averaged, base, scan)
+    if name in ops.SCALES:
+        return any(_is_mean_of(factor, base, scan) for factor in (node.args[:1] if "div" in name else node.args))
     return False
 
 
@@ -160,6 +175,12 @@ def mixes_own_lanes(record: AddRecord, scan: Scan) -> bool:
         if computed and any(scan.base.get(operand) is record.base for operand in inputs):
             return True
     return False
+
+
+def is_scaled_and_shifted(records: Sequence[AddRecord], scan: Scan) -> bool:
+    """Whether a scale and a shift per feature follow most of the learned steps, as a batch norm in eval mode would."""
+    learned = sum(record.anchored for record in records)
+    return learned > 0 and 2 * sum(record.node in scan.affine for record in records) >= learned
 
 
 def attends_over_depth(states: Sequence[fx.Node], scan: Scan) -> bool:

@@ -38,6 +38,7 @@ class Scan:
         highways: ``t * f(x) + (1 - t) * x`` by its add, each with the origin of its ``x``.
         shifted: the same for ``(x + constant) + f(x)``, where something is done to the first sum in between.
         lanes: the same for ``f(x) + matmul(m, x)``, where ``m`` is computed and mixes lanes of ``x``.
+        affine: steps that add a learned vector to a state that was scaled by another one.
         checkpoints: activation-checkpointed regions.
     """
 
@@ -51,6 +52,7 @@ class Scan:
     highways: dict[fx.Node, fx.Node] = field(default_factory=dict)
     shifted: dict[fx.Node, fx.Node] = field(default_factory=dict)
     lanes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    affine: set[fx.Node] = field(default_factory=set)
     checkpoints: list[fx.Node] = field(default_factory=list)
 
 
@@ -299,6 +301,8 @@ class Scanner:
             record.anchored = skip_side.opened.anchored
             record.fed_by = list(skip_side.opened.fed_by)
         self._enter(record, branch_side)
+        if lookalikes.shifts_a_scaled_state(self, record):
+            self.out.affine.add(node)
 
     def _choose(self, left: Side, right: Side) -> tuple[Side | None, Side | None]:
         """Which side carries the stream, and which one is the branch (opened or closed as it must be)."""

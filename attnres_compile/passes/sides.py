@@ -113,7 +113,10 @@ class Side:
 
 def _unchanged(node: fx.Node) -> fx.Node | None:
     """What ``node`` hands on as it is, or ``None``."""
-    return node.all_input_nodes[0] if is_idle_cast(node) else ops.adds_zero(node)
+    idle = is_idle_cast(node) or (ops.name_of(node) in ops.DROPOUTS and ops.dropout_is_identity(node))
+    if idle and not ops.written_argument(node) and facts.is_float(node):
+        return node.all_input_nodes[0]
+    return ops.adds_zero(node)
 
 
 def _twice(add: fx.Node, node: fx.Node) -> bool:

@@ -8,8 +8,21 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from tests.passes.support import TOKENS, WIDTH, Bag, Stream, by_symbolic_trace, converted, refused, study
+import attnres_compile as ac
+from tests.evaluate import Captured
+from tests.passes.support import (
+    TOKENS,
+    WIDTH,
+    Bag,
+    Stream,
+    by_dynamo,
+    by_symbolic_trace,
+    converted,
+    refused,
+    study,
+)
 
 aten = torch.ops.aten
 Join = Callable[[Tensor, Tensor], Tensor]
@@ -203,6 +216,51 @@ def test_the_stream_may_not_broadcast() -> None:
         return net.head(x)
 
     assert set(refused(Stream(lambda net, i, x: x, whole=whole))) == {"broadcast_skip"}
+
+
+@pytest.mark.parametrize("dropout", [lambda x: F.dropout(x, 0.5, False), nn.Dropout(0.5).eval()])
+def test_dropout_that_does_nothing_between_unread_sums(dropout: Callable[[Tensor], Tensor]) -> None:
+    """Nothing but the next add reads ``x + f``: one step."""
+
+    def step(net: Stream, i: int, x: Tensor) -> Tensor:
+        h = net.norms[i](x)
+        return net.drop(x + net.branches[i](h)) + net.parts[i](h)
+
+    model = Stream(step, parts=lambda i: nn.Linear(WIDTH, WIDTH))
+    model.drop = dropout
+    converted(model)
+
+
+@pytest.mark.parametrize("trace", [by_dynamo, by_symbolic_trace])
+def test_a_last_sum_that_nothing_reads(trace: Callable[..., Captured]) -> None:
+    """As in residual quantisers, which sum up what they take off: the last difference is never used."""
+
+    def whole(net: Stream, x: Tensor) -> Tensor:
+        total = 0
+        for i in range(5):
+            f = net.f(i, x)
+            total = total + net.parts[i](f)
+            x = x - f
+        return net.head(total)
+
+    model = Stream(lambda net, i, x: x, whole=whole, count=5, parts=lambda i: nn.Linear(WIDTH, 2 * WIDTH))
+    model.head = nn.Linear(2 * WIDTH, 2)
+    outcome = converted(model.double(), sublayers=4, trace=trace, config=ac.AttnResConfig(queries="reader"))
+    stream = outcome.report.streams[0]
+    assert len(stream.sublayers[-1].adds) == 2
+    assert len(stream.sites) == 5, "what nothing reads reads nothing"
+
+
+def test_a_last_write_whose_own_result_nothing_reads() -> None:
+    """``x.add_(f)`` changes a tensor that is returned: no sum that could go away."""
+
+    def whole(net: Stream, x: Tensor) -> Tensor:
+        for i in range(4):
+            x = x + net.f(i, x)
+        x.add_(net.f(4, x))
+        return x
+
+    assert set(refused(Stream(lambda net, i, x: x, whole=whole, count=5))) == {"mutated"}
 
 
 def test_skip_added_twice_around_an_unread_sum() -> None:

@@ -60,6 +60,34 @@ def test_post_norm_of_a_conformer() -> None:
     rejected(step, "post_norm", parts=lambda i: nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
 
+@pytest.mark.parametrize("root", [lambda x: x**-0.5, lambda x: 1 / x**0.5, lambda x: 1 / x.sqrt()])
+def test_post_norm_by_powers_behind_a_clamp(root: Callable[[Tensor], Tensor]) -> None:
+    """A norm without the name of a root, behind a guard whose bounds are tensors."""
+
+    def step(net: Stream, i: int, x: Tensor) -> Tensor:
+        for part in net.parts[i]:
+            x = x + 0.5 * part(F.layer_norm(x, (WIDTH,)))
+        x = torch.clamp(x, -net.bound, net.bound)
+        return x * root(x.pow(2).mean(-1, keepdim=True) + 1e-6) * net.norms[i].weight
+
+    model = Stream(step, parts=lambda i: nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    model.register_buffer("bound", torch.tensor(1e10))
+    assert set(refused(model)) == {"post_norm"}
+
+
+def test_squares_on_the_stream_are_no_norm() -> None:
+    """What takes no root does not normalise: two streams with an op of the network between them."""
+
+    def whole(net: Stream, x: Tensor) -> Tensor:
+        for i in range(8):
+            x = x + net.f(i, x)
+            if i == 3:
+                x = x * x.pow(2.0).mean(-1, keepdim=True)
+        return net.head(x)
+
+    converted(Stream(lambda net, i, x: x, whole=whole, count=8), sublayers=[4, 4])
+
+
 def test_final_norm_before_a_short_residual_head() -> None:
     """A long pre-norm stream whose normalised end feeds a head with skips of its own is no post-norm stream."""
 

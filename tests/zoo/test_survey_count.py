@@ -285,6 +285,28 @@ def test_batch_norm_on_the_stream_is_a_norm() -> None:
     assert counted(net, 2, 4, WIDTH).sizes == ()
 
 
+def test_a_scale_and_a_shift_on_the_stream_are_a_norm() -> None:
+    class Fixed(nn.Module):
+        """A norm without statistics."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight + self.bias
+
+    class Post(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f, self.norm = MLP(), Fixed()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x + self.f(x))
+
+    assert counted(Net(*(Post() for _ in range(4)))).sizes == ()
+
+
 def test_batch_norms_that_call_other_modules_are_norms() -> None:
     class NormAct(nn.BatchNorm1d):
         def __init__(self, width: int) -> None:

@@ -199,6 +199,16 @@ def test_sums_in_modules_of_their_own() -> None:
             unit = F.normalize(x, dim=-1)
             return x + f - (f * unit).sum(-1, keepdim=True) * unit
 
+    class Turned(Orthogonal):
+        def forward(self, x: Tensor, f: Tensor) -> Tensor:
+            return super().forward(f, x)
+
+    class Means(nn.Module):
+        """The mean of the state is faded out, whatever is added."""
+
+        def forward(self, x: Tensor, f: Tensor) -> Tensor:
+            return x + f - 0.1 * x.mean(1, keepdim=True)
+
     class Plain(nn.Module):
         def forward(self, x: Tensor, f: Tensor) -> Tensor:
             return x + f
@@ -216,17 +226,33 @@ def test_sums_in_modules_of_their_own() -> None:
             return x + torch.sigmoid(f) * (f - x)
 
     class Summed(nn.Module):
-        def __init__(self, add: nn.Module) -> None:
+        def __init__(self, add: nn.Module, branch_first: bool = False) -> None:
             super().__init__()
-            self.norm, self.f, self.add = nn.LayerNorm(WIDTH), MLP(), add
+            self.norm, self.f, self.add, self.branch_first = nn.LayerNorm(WIDTH), MLP(), add, branch_first
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.add(x, self.f(self.norm(x)))
+            f = self.f(self.norm(x))
+            return self.add(f, x) if self.branch_first else self.add(x, f)
 
     assert counted(Net(*(Summed(Orthogonal()) for _ in range(4)))).sizes == (4,)
+    assert counted(Net(*(Summed(Turned(), branch_first=True) for _ in range(4)))).sizes == (4,)
+    assert counted(Net(*(Summed(Means()) for _ in range(4)))).sizes == ()
     assert counted(Net(*(Summed(Plain()) for _ in range(4)))).sizes == (4,)
     assert counted(Net(*(Summed(Shifted()) for _ in range(4)))).sizes == (4,)
     assert counted(Net(*(Summed(Gate()) for _ in range(4)))).sizes == ()
+
+
+def test_a_last_sum_that_nothing_reads_is_no_state() -> None:
+    class Quantizer(Net):
+        def body(self, x: Tensor) -> Tensor:
+            total = 0
+            for layer in self.layers:
+                f = layer(x)
+                total = total + F.silu(f)
+                x = x - f
+            return total
+
+    assert counted(Quantizer(*(MLP() for _ in range(5)))).sizes == (4,)
 
 
 def test_frozen_towers_are_counted() -> None:

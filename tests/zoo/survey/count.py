@@ -8,9 +8,11 @@ The rule
 One forward runs in eval mode and float64. Every module that calls no other module is a *box*: what it returns is
 detached and becomes a variable. So what autograd records is the code between the boxes. A module that hands its input
 on belongs to that code, be it laid out anew, times fixed scales, or plus a constant: ``Identity``, dropout in eval
-mode, a layer scale; but not a batch norm. Of a box that returns an input when its weight matrices are zero, or where it
-has none, when its other inputs are zero, only what it adds to that input is a variable. A module that calls others is a
-box, too, if it contracts its input with weights of its own beside them and does not hand it on.
+mode, a layer scale; but not a batch norm, nor another module that scales its one input and shifts it as well, which is
+a norm with fixed statistics. Of a box that returns an input when its weight matrices are zero, or where it has none,
+when its other inputs are zero, only what it adds to that input is a variable; of several such inputs it is the one that
+was made first. A module that calls others is a box, too, if it contracts its input with weights of its own beside them
+and does not hand it on.
 
 - A value v *carries* an earlier value s of the same number of elements when the derivative of v by s, through the code
   between the boxes, is the identity up to a re-ordering of the elements and factors that are constant along all

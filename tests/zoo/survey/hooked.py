@@ -296,9 +296,11 @@ def _maps_zero_to_zero(module: nn.Module, given: Any) -> bool:
 def _skipped(module: nn.Module, given: Any, output: Any) -> Tensor | None:
     """The input that a box adds to what it computes.
 
-    That is the one which it returns when all its weight matrices are zero, or when all its other inputs are.
+    That is the one which it returns when all its weight matrices are zero, or when all its other inputs are. Of several
+    it is the one that was made first: what is added to it is computed from it.
     """
     same = [x for x in floats(given) if is_float(output) and x.shape == output.shape]
+    same.sort(key=lambda x: e[0]._sequence_nr() % (1 << 62) if (e := edge(x)) is not None else -1)
     matrices = [parameter for parameter in module.parameters() if is_matrix(parameter)]
     own = [parameter.data for parameter in matrices]
     try:
