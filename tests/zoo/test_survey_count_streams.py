@@ -268,3 +268,24 @@ def test_frozen_towers_are_counted() -> None:
             return self.head(features)
 
     assert counted(Frozen()).sizes == (3,)
+
+
+class Summary(nn.Module):
+    """Tokens of its own read the others, and are all that is left: its table is a start, and no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.zeros(1, 2, WIDTH))
+        self.query, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.tokens.expand(x.shape[0], -1, -1)
+        tokens = tokens + (self.query(tokens) @ x.mT).softmax(-1) @ self.value(x)
+        return tokens + self.mlp(tokens)
+
+
+def test_a_module_with_a_table_of_its_own_is_no_box() -> None:
+    """A stream goes on behind the module that it begins in: what is put beside the input does not contract it."""
+    layers = [Block(lambda x, f, g: x + f) for _ in range(3)]
+    assert counted(Net(Summary(), *layers)).sizes == (5,)

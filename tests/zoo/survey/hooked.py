@@ -226,8 +226,8 @@ class _Hooks:
         if not call.called:
             return not self.is_open(call.module, given, output)
         # A module that calls others, and beside them contracts what it is given with weights of its own.
-        own = any(is_matrix(parameter) for parameter in call.module.parameters(recurse=False))
-        return own and _computes(call.inputs, floats(output))
+        own = [parameter for parameter in call.module.parameters(recurse=False) if is_matrix(parameter)]
+        return bool(own) and _computes(call.inputs, floats(output)) and _contracts(call.inputs, floats(output), own)
 
     def is_constant(self, module: nn.Module, given: Any, output: Any) -> bool:
         """Whether only the shapes of its inputs enter a module's output, as those of a table of positions."""
@@ -287,6 +287,23 @@ def _computes(given: Sequence[Edge], outputs: Sequence[Tensor]) -> bool:
         if any(factor is not None for factor in scale(end, given, output)):
             return False
     return follows
+
+
+def _contracts(given: Sequence[Edge], outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+    """Whether the weights are factors of what is given, and not only put beside it or added."""
+    ends = [output for output in outputs if output.requires_grad]
+    wanted = [torch.autograd.graph.GradientEdge(*e) for e in given]
+    try:
+        probe = [torch.randn_like(end) for end in ends]
+        first = torch.autograd.grad(ends, wanted, probe, create_graph=True, allow_unused=True)
+        parts = [gradient for gradient in first if gradient is not None and gradient.requires_grad]
+        if not parts:
+            return False
+        probe = [torch.randn_like(part) for part in parts]
+        second = torch.autograd.grad(parts, list(weights), probe, retain_graph=True, allow_unused=True)
+    except RuntimeError:  # An operator without a second derivative: an attention, which contracts.
+        return True
+    return any(gradient is not None and bool(gradient.any()) for gradient in second)
 
 
 def _maps_zero_to_zero(module: nn.Module, given: Any) -> bool:
