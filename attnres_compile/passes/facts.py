@@ -32,6 +32,12 @@ def is_float(node: fx.Node) -> bool:
     return value is not None and value.is_floating_point()
 
 
+def is_index(node: fx.Node) -> bool:
+    """Whether ``node`` makes indices, which no gradient passes. Quantised numbers are of smaller types."""
+    value = tensor(node)
+    return value is not None and value.dtype == torch.int64
+
+
 def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     """Whether two sizes are equal for every input that the graph admits (no guard is added)."""
     if isinstance(a, int) and isinstance(b, int):

@@ -228,7 +228,8 @@ class Scanner:
         self.expiring[until].append(node)
 
     def _flow(self, node: fx.Node) -> None:
-        if ops.is_metadata(node):
+        # Which entry is the nearest does not say how near: a codebook's entry is not computed from what chose it.
+        if ops.is_metadata(node) or facts.is_index(node):
             return
         reach = anchored = 0
         for operand in node.all_input_nodes:

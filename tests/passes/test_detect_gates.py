@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import attnres_compile as ac
 from tests.passes.support import WIDTH, Bag, StepFunction, Stream, converted, refused
 
 Mean = Callable[[Tensor], Tensor]
@@ -99,3 +100,28 @@ def test_one_scale_and_shift_in_a_long_stream_is_no_post_norm() -> None:
         return x * net.parts[i].a + net.parts[i].b if i == 1 else x
 
     converted(Stream(step, count=5, parts=vectors), sublayers=6)
+
+
+class Quantiser(nn.Module):
+    """Takes the nearest entry of each codebook off what is left, and hands on what was taken off in all."""
+
+    def __init__(self, straight: bool) -> None:
+        super().__init__()
+        self.books = nn.ParameterList(torch.randn(7, WIDTH) for _ in range(4))
+        self.straight = straight
+
+    def forward(self, x: Tensor) -> Tensor:
+        rest = x
+        for book in self.books:
+            chosen = (rest @ book.t()).argmax(-1)
+            near = rest @ book.t() @ book if self.straight else nn.functional.embedding(chosen, book)
+            rest = rest - near
+        return x - rest
+
+
+@pytest.mark.parametrize(("straight", "found"), [(True, 4), (False, 0)])
+def test_what_only_an_index_is_read_for_is_no_branch(straight: bool, found: int) -> None:
+    """No gradient would ever reach a query there, and what is taken off is not computed from the state."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Quantiser(straight), nn.Linear(WIDTH, WIDTH))
+    streams = ac.explain(model, torch.randn(2, 3, WIDTH)).streams
+    assert sum(len(stream.sublayers) for stream in streams) == found
