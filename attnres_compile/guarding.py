@@ -41,7 +41,12 @@ class Guard:
         self._namespaces = [(module, dict(module.__dict__)) for module in modules]
         values = [value for _, namespace in self._namespaces for value in namespace.values()]
         # Parameters, buffers and children stand in dicts of the module, so these are held too.
-        self._containers = [(value, _shallow(value)) for value in values if isinstance(value, (dict, list, set))]
+        sharded = {id(module._parameters) for module in _sharded(modules)}
+        self._containers = [
+            (value, _shallow(value))
+            for value in values
+            if isinstance(value, (dict, list, set)) and id(value) not in sharded
+        ]
         tensors = {id(value): value for value in self._tensors(values)}
         self._kept = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
         parameters = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.is_inference()]
@@ -95,6 +100,16 @@ class Guard:
                 "streams, and that cannot be undone",
                 remedy="Call model.eval() if it does so in training mode alone, or give copy.deepcopy(model)",
             )
+
+
+def _sharded(modules: list[nn.Module]) -> Iterator[nn.Module]:
+    """Modules whose parameters FSDP2 exchanges for others while they run. It knows which stand there by a record of
+    its own, so only it may put them back.
+    """
+    for module in modules:
+        # By name: a build of torch need not have it.
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            yield from module.modules()
 
 
 def _is_dict(value: Any) -> bool:

@@ -36,7 +36,7 @@ class Recording:
     Attributes:
         module: the graph. Its placeholders are the parameters, buffers, inputs and constants that the call used; its
             results are those of ``results``, then every other tensor that outlived the call.
-        given: what stood at each placeholder: parameters themselves, copies of everything else.
+        given: what stood at each placeholder: the model's own parameters themselves, copies of everything else.
         results: where among the graph's results the floating-point ones of the call are, by their path in what it
             returned.
     """
@@ -136,7 +136,9 @@ class _Recorder(TorchDispatchMode):
         self.last = node
         node.meta.update(attnres_parameter=is_parameter, val=_outline(value))
         with torch.utils._python_dispatch._disable_current_modes():
-            self.given.append(value if isinstance(value, nn.Parameter) else value.detach().clone())
+            # FSDP2 frees the parameters that it made for the call, and has others in their place before and after.
+            own = isinstance(value, nn.Parameter) and id(value) in self.parameters
+            self.given.append(value if own else value.detach().clone())
         self.nodes[value] = node
         return node
 

@@ -84,6 +84,11 @@ CONDITION = Condition(
                 _TESTS + "test_checkpointing_outside_of_the_graphs_raises",
             ),
         ),
+        Holds(
+            "FSDP2: `fully_shard` on layers before `transform`, on the root as well, and around layers that are "
+            "compiled on their own, in either way",
+            ("tests/conditions/test_sharded.py::test_sharded_layers_are_converted",),
+        ),
     ),
     limits=(
         Limit(
@@ -109,9 +114,8 @@ CONDITION = Condition(
         ),
     ),
     notes=(
-        "FSDP2 (`fully_shard` on layers before `transform`, on the root, and around compiled layers) and an attention "
-        "of transformers that is not compiled were tried by hand, with gloo and one process, and were exact; no test "
-        "of the suite does that. Layers that are sharded one by one after `transform` raise `PlanMismatchError`.",
+        "FSDP2 is tested with gloo and one process. Layers that are sharded one by one after `transform` raise "
+        "`PlanMismatchError`. An attention of transformers that is not compiled was tried by hand, and was exact.",
         "A write through `.data` that begins after `transform` is not seen: torch does not count such writes. One that "
         "is there at `transform` is refused.",
         "`attnres weights` and `torch.func` refuse models whose stream runs through breaks.",
