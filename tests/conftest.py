@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,7 +18,7 @@ from tests import reports
 def fresh_dynamo() -> Iterator[None]:
     """Each test starts with an empty compile cache and one seed, so that none leans on another's graphs or luck."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     yield
     torch._dynamo.reset()
 
@@ -54,10 +57,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Workers of pytest-xdist share the cores; more threads than that make small models slower.
+    # Workers of pytest-xdist share the cores; more threads than that make small models slower, and so do more
+    # processes of Inductor's, each of which imports torch: here, and in what is started from here.
     torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # And take work from one another at the end. (In the ini file this would be an error where xdist is switched off.)
     if getattr(config.option, "dist", "no") == "load":
         config.option.dist = "worksteal"
-    # dynamo's structured trace is at debug level and of empty messages: pages of nothing under each failure.
-    config.option.log_level = config.option.log_level or "WARNING"
+    spare_dynamo()
+
+
+def spare_dynamo() -> None:
+    """Leave out what dynamo only measures and writes down for nobody: half of the time of a small model's compiling."""
+    # How long the guards of each graph take, after 0.1 s of flushing the processor's caches.
+    torch._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
+    # The structured trace, for which pytest has a handler as long as the logger does not propagate.
+    logging.getLogger("torch.__trace").propagate = True
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now stays: collect it no more, and new garbage less often than every 700 objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import randomize, seeded
+import attnres_compile as ac
+from tests.helpers import randomize, randomize_queries, seeded
 
 WIDTH = 6
 
@@ -125,3 +130,46 @@ def walk(
     net.last(read())
     assert not left
     return sites
+
+
+def converted(net: nn.Module, x: Any, std: float = 1.5, **options: Any) -> nn.Module:
+    """``net`` transformed, its queries (and key norms) random."""
+    ac.transform(net, x, ac.AttnResConfig(lowering="eager", **options))
+    randomize_queries(ac.pseudo_queries(net), std=std)
+    for name, parameter in net.named_parameters():
+        if name.endswith("_key_norm"):
+            parameter.data.uniform_(0.3, 1.7)
+    return net
+
+
+def parameters(net: nn.Module) -> tuple[list[Tensor], list[Tensor] | None]:
+    keys = net.attnres.key_norms()
+    return list(net.attnres.queries().values()), list(keys.values()) if keys else None
+
+
+def check(found: ac.StreamWeights, wanted: list[Site], tolerance: float) -> None:
+    """Every number of a stream against the weights of every token."""
+    assert len(found.sites) == len(wanted)
+    assert found.tokens == wanted[0].weights.shape[1]
+    for row, site in enumerate(wanted):
+        columns = [found.sources.index(name) for name in site.sources]
+        others = [column for column in range(len(found.sources)) if column not in columns]
+        assert np.isnan(found.weights[row, others]).all() and np.isnan(found.std[row, others]).all()
+        p = site.weights.numpy()
+        assert np.abs(found.weights[row, columns] - p.mean(1)).max() <= tolerance
+        assert np.abs(found.std[row, columns] - p.std(1)).max() <= tolerance
+        assert abs(found.entropy[row] + (p * np.log(p)).sum(0).mean()) <= 10 * tolerance
+        assert abs(found.entropy_of_mean[row] + (p.mean(1) * np.log(p.mean(1))).sum()) <= 10 * tolerance
+        assert found.uniform_entropy[row] == pytest.approx(math.log(len(columns)), abs=1e-15)
+        assert found.weights[row, columns].sum() == pytest.approx(1.0, abs=1e-12)
+        assert found.index[row] == row
+
+
+def same(a: ac.DepthWeights, b: ac.DepthWeights, tolerance: float = 1e-12) -> bool:
+    return len(a.streams) == len(b.streams) and all(
+        one.sources == two.sources
+        and np.allclose(one.weights, two.weights, rtol=0, atol=tolerance, equal_nan=True)
+        and np.allclose(one.std, two.std, rtol=0, atol=tolerance, equal_nan=True)
+        and np.allclose(one.entropy, two.entropy, rtol=0, atol=tolerance)
+        for one, two in zip(a.streams, b.streams, strict=True)
+    )

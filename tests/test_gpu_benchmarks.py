@@ -64,11 +64,11 @@ def assert_complete(content: dict[str, Any], cases: int) -> None:
 
 def test_kernels_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kernels.json"
-    assert module("gpu_kernels").main([*TINY, "--dims", "16", "24", "--json", str(file)]) == 0
+    assert module("gpu_kernels").main([*TINY, "--dims", "24", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     content = json.loads(file.read_text())
-    assert_complete(content, cases=6)
-    assert [row["case"]["kind"] for row in content["results"]] == ["mix", "mix", "inter", "inter", "block", "block"]
+    assert_complete(content, cases=3)
+    assert [row["case"]["kind"] for row in content["results"]] == ["mix", "inter", "block"]
     assert "Against float64" in printed and printed.index("Against float64") < printed.index("milliseconds")
     assert "PASS" not in printed and "FAIL" not in printed
     assert "not measured  forward, N >= 5: share of the copy's rate, required at least 95%" in printed
@@ -76,6 +76,17 @@ def test_kernels_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert printed.count("not measured  ") == 2 + 2 * 5
     # d = 24 is a gap of flash-attn-res wherever it is installed.
     assert "d is not a power of two" in printed
+
+
+def test_cases_of_several_sizes() -> None:
+    options = argparse.Namespace(
+        sources=[2, 5], batched_sources=[3], dims=[16, 24], tokens=6, dtype="float32", queries=4
+    )
+    found = [(case.kind, case.sources, case.dim) for case in module("gpu_kernels").cases(options)]
+    assert found == [
+        *(("mix", 2, 16), ("mix", 2, 24), ("mix", 5, 16), ("mix", 5, 24)),
+        *(("inter", 3, 16), ("inter", 3, 24), ("block", 3, 16), ("block", 3, 24)),
+    ]
 
 
 @pytest.mark.long

@@ -9,10 +9,10 @@ import pytest
 from tests.cli.processes import attnres
 
 
-def complete(words: str, **environment: str) -> list[str]:
+def complete(words: str) -> list[str]:
     """What bash is offered for the last of ``words``."""
     count = str(len(words.split(" ")) - 1)
-    done = attnres(_ATTNRES_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=count, **environment)
+    done = attnres(_ATTNRES_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=count)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

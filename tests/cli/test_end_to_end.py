@@ -178,7 +178,7 @@ def test_a_bug_is_no_mistake_of_the_user(script: str) -> None:
 
 def test_a_reader_that_leaves_early(script: str) -> None:
     close = "import os\nreading, writing = os.pipe(); os.close(reading); os.dup2(writing, 1)"
-    done = attnres("inspect", script, code=close)
+    done = attnres("inspect", script, code=close, fresh=True)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,8 @@ from attnres_compile.cli.main import app
 from attnres_compile.kernels.inspection.kernel import ARCHITECTURES
 from attnres_compile.kernels.inspection.site import inspect_site, label, site_texts
 from attnres_compile.kernels.spec import KernelSpec
+from tests.cli.processes import attnres
 
-ROOT = Path(__file__).parents[2]
 SITE = ("--sources", "3", "--dim", "1024")
 
 
@@ -45,11 +43,7 @@ def rows(*arguments: str) -> list[dict[str, Any]]:
 
 
 def process(*arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    code = f"{before}\nfrom attnres_compile.cli.main import run\nrun()"
-    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    call = [sys.executable, "-c", code, "kernels", *arguments]
-    return subprocess.run(call, env=env, capture_output=True, text=True)
+    return attnres("kernels", *arguments, code=before, fresh=bool(before), **environment)
 
 
 # --- the source

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from typer.testing import CliRunner
 
 from attnres_compile.cli.main import app
 from attnres_compile.cli.reference import reference
-from tests.cli.processes import RUN, environment
+from tests.cli.processes import attnres
 
 FILE = Path(__file__).parents[2] / "docs" / "cli.md"
 COMMANDS = ("inspect", "transform", "verify", "diff", "weights", "bench", "run", "kernels")
@@ -55,12 +53,12 @@ def test_all_commands_are_known_here() -> None:
 
 # The other commands' own tests run their examples.
 @pytest.mark.parametrize("command", ["inspect", "transform", "kernels"])
-def test_examples_work_as_printed(command: str, tmp_path: Path) -> None:
+def test_examples_work_as_printed(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, *arguments = shlex.split(example(command))
     assert name == "attnres"
     assert arguments[0] == command
-    call = [sys.executable, "-c", RUN, *arguments]
-    done = subprocess.run(call, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    monkeypatch.chdir(tmp_path)
+    done = attnres(*arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "Traceback" not in done.stderr

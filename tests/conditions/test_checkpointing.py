@@ -5,15 +5,20 @@ Single regions of every shape are in tests/passes/test_checkpoint.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import attnres_compile as ac
-from tests.helpers import gradient_error, outputs_and_gradients, randomize, randomize_queries, relative_error
+from tests.helpers import (
+    gradient_error,
+    outputs_and_gradients,
+    randomize,
+    randomize_queries,
+    relative_error,
+    saved_bytes,
+)
 from tests.models import WIDTH, Block
 from tests.zoo.families import BY_NAME
 from tests.zoo.support import prepare
@@ -70,21 +75,6 @@ class Nest(nn.Module):
 
 def build(how: str, dropout: float = 0.0) -> Nest:
     return randomize(Nest(how, dropout).double()).train()  # type: ignore[return-value]
-
-
-def saved_bytes(call: Callable[[], object]) -> int:
-    """Bytes of the tensors that autograd keeps for the backward pass, parameters left out."""
-    seen: dict[int, int] = {}
-
-    def pack(value: Tensor) -> Tensor:
-        if not isinstance(value, nn.Parameter):
-            seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        return value
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        kept = call()
-    assert kept is not None
-    return sum(seen.values())
 
 
 @pytest.mark.parametrize(("how", "fused"), [("whole", "off"), ("halves", "on")])

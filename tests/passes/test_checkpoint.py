@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import attnres_compile as ac
 from attnres_compile.passes.checkpoint import close_regions, make_eager, open_regions
-from tests.helpers import outputs_and_gradients, randomize, randomize_queries, relative_error
+from tests.helpers import outputs_and_gradients, randomize, randomize_queries, relative_error, saved_bytes
 from tests.models import WIDTH, Block
 
 CONFIG = ac.AttnResConfig(num_blocks=3, lowering="eager")
@@ -111,26 +111,13 @@ def test_dropout_draws_the_same_numbers_when_recomputed() -> None:
     assert max(relative_error(got.gradients[n], want.gradients[n]) for n in names) < 1e-11
 
 
-def _saved_bytes(model: nn.Module, x: Tensor) -> int:
-    seen: dict[int, int] = {}
-
-    def pack(value: Tensor) -> Tensor:
-        if not isinstance(value, nn.Parameter):
-            seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        return value
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        model(x)
-    return sum(seen.values())
-
-
 def test_memory_stays_low() -> None:
     x = torch.randn(4, 64, WIDTH, dtype=torch.float64)
     sizes = {}
     for how in ("plain", "layers"):
         model = build(how)
         ac.transform(model, x, config=CONFIG)
-        sizes[how] = _saved_bytes(model, x)
+        sizes[how] = saved_bytes(lambda model=model: model(x))
     assert sizes["layers"] < 0.5 * sizes["plain"]
 
 

@@ -135,6 +135,7 @@ def main():
     parser.add_argument("--max_iters", type=int, default=20)
     parser.add_argument("--learning_rate", type=float, default=6e-3)
     parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--out_dir", default="")
     parser.add_argument("--init_from", default="scratch", choices=["scratch", "resume"])
@@ -146,7 +147,7 @@ def main():
     data = torch.frombuffer(bytearray("\n".join(pydoc_data.topics.topics.values()).encode()), dtype=torch.uint8).long()
     split = int(0.9 * len(data))
     data = {"train": data[:split], "val": data[split:]}
-    config = GPTConfig(dropout=args.dropout)
+    config = GPTConfig(n_layer=args.layers, dropout=args.dropout)
 
     def get_batch(split):
         ix = torch.randint(len(data[split]) - config.block_size, (args.batch_size,))
