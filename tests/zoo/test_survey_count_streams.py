@@ -289,3 +289,34 @@ def test_a_module_with_a_table_of_its_own_is_no_box() -> None:
     """A stream goes on behind the module that it begins in: what is put beside the input does not contract it."""
     layers = [Block(lambda x, f, g: x + f) for _ in range(3)]
     assert counted(Net(Summary(), *layers)).sizes == (5,)
+
+
+class Both(nn.Module):
+    """Two states through one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.f = nn.LayerNorm(WIDTH), MLP()
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.f(self.norm(x) + self.norm(y).mean(1, keepdim=True))
+        return x, y + self.f(self.norm(y))
+
+
+class TwoStates(Net):
+    """The second state's last sublayer is in vain where only the first state is read in the end."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__(*(Both() for _ in range(4)))
+        self.both = both
+
+    def body(self, x: Tensor) -> Tensor:
+        y = x.roll(1, -1).sin()
+        for layer in self.layers:
+            x, y = layer(x, y)
+        return torch.cat([x, self.layers[0].norm(y)], 1) if self.both else x
+
+
+def test_a_last_sublayer_that_nobody_reads_is_none() -> None:
+    assert counted(TwoStates(both=True)).sizes == (4, 4)
+    assert counted(TwoStates(both=False)).sizes == (4, 3)

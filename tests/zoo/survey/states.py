@@ -49,7 +49,8 @@ class Values:
         boxes = [call for call in self.calls if call.box]
         entering = {e for call in boxes for e in call.inputs} | set(recording.outputs)
         starts = {e for call in boxes for e in call.outputs} | set(recording.inputs)
-        leaving = {e for call in self.calls for e in call.outputs}
+        # What a module returns and nobody takes is of no use: the end of nothing.
+        leaving = {e for call in self.calls for e in call.outputs if e in users or e in entering}
         own = {(node, 0) for node in recording.parameters if node in nodes}
         weights = {(node, 0) for node, is_weight in recording.parameters.items() if node in nodes and is_weight}
         read = entering | {e for e, by in users.items() if len(by) > 1}
