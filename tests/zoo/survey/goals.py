@@ -53,7 +53,7 @@ def _goals(rows: Sequence[Row]) -> Iterator[Goal]:
     ran = [row for row in rows if row.status != "not_run"]
     wrong = [row for row in ran if row.status == "wrong"]
     traced = [row for row in ran if row.status == "traced"]
-    beside = f"; {len(traced)} more that torch.compile alone changes" + _but(iter(traced)) if traced else ""
+    beside = f"; beside them {_some(iter(traced))}, changed by torch.compile alone" if traced else ""
     yield Goal("not one model is converted wrongly", not wrong, f"{len(wrong)} of {len(ran)} that run{beside}")
 
     differing = [row for row in ran if row.status == "differs"]
@@ -115,11 +115,14 @@ def is_named(row: Row, word: str) -> bool:
 
 
 def _but(rows: Iterator[Row]) -> str:
+    some = _some(rows)
+    return f"; not {some}" if some else ""
+
+
+def _some(rows: Iterator[Row]) -> str:
     names = [row.name for row in rows]
-    if not names:
-        return ""
     shown = ", ".join(f"`{name}`" for name in names[:8])
-    return f"; not {shown}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def meaning(reason: str) -> str:

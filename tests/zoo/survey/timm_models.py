@@ -270,7 +270,7 @@ FAMILIES: dict[str, tuple[Choice, ...]] = {
     "res2net": (_("res2net50_48w_2s", 64, layers=D2, channels=(8, 16, 24, 32)),),
     "resnest": (_("resnest14d", 64, channels=(8, 16, 24, 32)),),
     "resnet": (
-        _("test_resnet", 64, "post-activation"),
+        _("test_resnet", 64, "post-activation", layers=D2),
         _("resnet26t", 64, "post-activation, bottlenecks", layers=D2, channels=(8, 16, 24, 32)),
         _("ecaresnet26t", 64, "post-activation, channel attention", channels=(8, 16, 24, 32)),
     ),
