@@ -90,6 +90,24 @@ def test_what_fails_is_shown_and_ends_with_one(script: str, monkeypatch: pytest.
     assert all(len(line) <= 80 for line in out.splitlines())
 
 
+def test_what_torch_compile_alone_changes_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "hurried.py"
+    file.write_text(
+        """
+import torch
+from tests import models
+def between(x):
+    return x if torch.compiler.is_compiling() else x.tril()
+model = models.build(between=between)
+example_inputs = models.example()
+"""
+    )
+    code, out, _ = run("verify", str(file), "--no-inductor")
+    text = " ".join(out.split())
+    assert code == 1 and "NOT exact" in text
+    assert "the original itself computes something else when torch.compile traces it" in text
+
+
 def test_what_cannot_be_converted_ends_with_three(script: str) -> None:
     code, out, err = run("verify", f"{script}:NoStream", "--no-inductor")
     assert code == 3
