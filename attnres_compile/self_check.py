@@ -20,7 +20,7 @@ from attnres_compile.errors import AttnResError, ConfigError, InexactError
 from attnres_compile.exactness import Exactness, judge
 from attnres_compile.inputs import as_inputs
 from attnres_compile.study import refuse_wrapped
-from attnres_compile.tracing import changes, traced_run
+from attnres_compile.tracing import changes
 
 # Of the loss and of the model's own random numbers.
 SEED = 0
@@ -53,7 +53,7 @@ def checked_transform(model: nn.Module, example_inputs: Any, config: AttnResConf
         if exactness.holds:
             return model
         api.revert(model)
-        own = changes(original, traced_run(_copy(model), inputs, SEED), exactness.tolerance)
+        own = changes(original, _copy(model), inputs, SEED, exactness.tolerance)
     raise _inexact(model, exactness, own)
 
 

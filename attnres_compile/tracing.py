@@ -37,8 +37,19 @@ def _call(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-def changes(original: Run, traced: Run, tolerance: float) -> str:
-    """How far the outputs of the traced original are from those of the eager one, in words; empty within tolerance."""
+def changes(original: Run, model: nn.Module, inputs: Inputs, seed: int, tolerance: float) -> str:
+    """What tracing alone changes about a model, in words; empty if nothing, or if the traced one fails by itself.
+
+    Args:
+        original: the eager run.
+        model: a copy of the same model that nobody else uses.
+        inputs, seed: of the eager run.
+        tolerance: the largest relative error of an output that is rounding.
+    """
+    try:
+        traced = traced_run(model, inputs, seed)
+    except Exception:  # It is asked for the cause of a difference, which its caller reports in any case.
+        return ""
     outputs = compare(original.outputs, traced.outputs, floor=0.0)
     if outputs.equal and (outputs.error is None or outputs.error <= tolerance):
         return ""

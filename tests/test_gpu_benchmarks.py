@@ -64,11 +64,11 @@ def assert_complete(content: dict[str, Any], cases: int) -> None:
 
 def test_kernels_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kernels.json"
-    assert module("gpu_kernels").main([*TINY, "--dims", "24", "--json", str(file)]) == 0
+    assert module("gpu_kernels").main([*TINY, "--dims", "16", "24", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     content = json.loads(file.read_text())
-    assert_complete(content, cases=3)
-    assert [row["case"]["kind"] for row in content["results"]] == ["mix", "inter", "block"]
+    assert_complete(content, cases=6)
+    assert [row["case"]["kind"] for row in content["results"]] == ["mix", "mix", "inter", "inter", "block", "block"]
     assert "Against float64" in printed and printed.index("Against float64") < printed.index("milliseconds")
     assert "PASS" not in printed and "FAIL" not in printed
     assert "not measured  forward, N >= 5: share of the copy's rate, required at least 95%" in printed

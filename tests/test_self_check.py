@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import attnres_compile as ac
-from attnres_compile import exactness, self_check
+from attnres_compile import exactness, self_check, tracing
 from attnres_compile.comparison import Run
 from attnres_compile.conversion import ConvertedForward
 from attnres_compile.passes import detect as detect_pass
@@ -280,3 +280,15 @@ def test_a_wrong_conversion_is_no_matter_of_tracing(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ac.InexactError, match="bug of this package") as told:
         ac.transform(models.build(), models.example(), EAGER, verify=True)
     assert "itself computes something else" not in str(told.value)
+
+
+def test_a_traced_original_that_fails_hides_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Run:
+        raise RuntimeError("dynamo cannot")
+
+    break_rewriting(monkeypatch)
+    monkeypatch.setattr(tracing, "run", fails)
+    model = models.build()
+    with pytest.raises(ac.InexactError, match="bug of this package"):
+        ac.transform(model, models.example(), EAGER, verify=True)
+    assert not [name for name in model.state_dict() if "attnres" in name]

@@ -18,7 +18,7 @@ from attnres_compile.comparison import run, same_randomness
 from attnres_compile.config import AttnResConfig, Lowering
 from attnres_compile.exactness import is_exported, private_copy, tolerance_for
 from attnres_compile.inputs import Inputs
-from attnres_compile.tracing import changes, traced_run
+from attnres_compile.tracing import changes
 from attnres_compile.verification import EXACT, check
 from attnres_compile.views import verification
 
@@ -80,4 +80,4 @@ def _of_the_original(model: nn.Module, inputs: Inputs, train: bool, weights: int
     with same_randomness(), torch.inference_mode(False), torch.enable_grad():
         plain, traced = (private_copy(model, train, weights) for _ in range(2))
         dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), torch.float32)
-        return changes(run(plain, inputs, seed), traced_run(traced, inputs, seed), tolerance_for(dtype, 1))
+        return changes(run(plain, inputs, seed), traced, inputs, seed, tolerance_for(dtype, 1))
