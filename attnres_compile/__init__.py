@@ -18,6 +18,7 @@ from attnres_compile.config import AttnResConfig
 from attnres_compile.depth_weights import DepthWeights, StreamWeights, depth_weights
 from attnres_compile.errors import (
     AlreadyCompiledError,
+    AlreadyDistributedError,
     AlreadyTransformedError,
     AttnResError,
     CaptureError,
@@ -45,6 +46,7 @@ from attnres_compile.version import __version__
 
 __all__ = [
     "AlreadyCompiledError",
+    "AlreadyDistributedError",
     "AlreadyTransformedError",
     "AttnResConfig",
     "AttnResError",

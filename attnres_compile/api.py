@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from attnres_compile import graphs
+from attnres_compile import data_parallel, graphs
 from attnres_compile.config import AttnResConfig
 from attnres_compile.conversion import ConvertedForward
 from attnres_compile.crossing.regions import unwrap
@@ -79,6 +79,7 @@ def transform(
         AlreadyTransformedError: the model is transformed already.
         AlreadyCompiledError: the model, or a module that owns a stream, is compiled already; or parts of a stream are.
             Layers that are compiled on their own, all of them, are converted with the rest.
+        AlreadyDistributedError: a ``DistributedDataParallel`` holds the model's parameters: transform first, then wrap.
         InputsError: ``example_inputs`` is of no known form. An error of the model itself is raised as it is.
     """
     config = config or AttnResConfig()
@@ -87,6 +88,7 @@ def transform(
 
         return checked_transform(model, example_inputs, config)
     refuse_wrapped(model)
+    data_parallel.refuse(model)
     conversions, whole = study(model, example_inputs, config)
     refuse(conversions, whole, config)
     for item in conversions:

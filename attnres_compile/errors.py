@@ -97,6 +97,10 @@ class AlreadyCompiledError(AttnResError):
     """The model is wrapped by ``torch.compile`` already."""
 
 
+class AlreadyDistributedError(AttnResError):
+    """The model's parameters are in a data-parallel wrapper already, which would not know the pseudo-queries."""
+
+
 class NotTransformedError(AttnResError):
     """The call needs a transformed model."""
 

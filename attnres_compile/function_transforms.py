@@ -1,9 +1,11 @@
-"""Converted modules under the transforms of ``torch.func``: ``vmap``, ``grad``, ``jvp`` and what is built of them.
+"""Converted modules under the transforms of ``torch.func`` (``vmap``, ``grad``, ``jvp`` and what is built of them), and
+in forward mode (``torch.autograd.forward_ad``).
 
-dynamo does not trace while a transform is at work: it would run the module plain. What it needs to trace, and to check
-its guards, are shapes and dtypes. So it is called with the transforms taken off, and with an ordinary tensor in the
-place of each one that a transform wraps, and what it calls puts transforms and wrapped tensors back before it runs the
-graph, op by op. This file knows internals of functorch and no other does.
+dynamo does not trace while a transform is at work, nor with a tensor that carries a tangent: it would run the module
+plain. What it needs to trace, and to check its guards, are shapes and dtypes. So it is called with the transforms taken
+off, and with an ordinary tensor in the place of each one that a transform wraps or that has a tangent, and what it
+calls puts transforms and tensors back before it runs the graph, op by op. This file knows internals of functorch and no
+other does.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._functorch import pyfunctorch
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from attnres_compile.errors import PlainExecutionError
@@ -30,8 +33,16 @@ class Converted(Protocol):
 
 
 def active() -> bool:
-    """Whether a transform is at work in this thread."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transform is at work in this thread, or forward mode."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or _in_forward_mode()
+
+
+def _in_forward_mode() -> bool:
+    return forward_ad._current_level >= 0
+
+
+def _has_tangent(value: Tensor) -> bool:
+    return _in_forward_mode() and forward_ad.unpack_dual(value).tangent is not None
 
 
 class _StandIns:
@@ -47,8 +58,10 @@ class _StandIns:
         self._wrapped: dict[int, Tensor] = {}
 
     def of(self, value: Any, parameter: bool = False) -> Any:
-        """What stands for ``value``: itself, where no transform wraps it."""
-        if not isinstance(value, Tensor) or not torch._C._functorch.is_functorch_wrapped_tensor(value):
+        """What stands for ``value``: itself, where no transform wraps it and it has no tangent."""
+        if not isinstance(value, Tensor):
+            return value
+        if not torch._C._functorch.is_functorch_wrapped_tensor(value) and not _has_tangent(value):
             return value
         if id(value) not in self._made:
             # Should one ever get into a result, nobody will take it for a number.

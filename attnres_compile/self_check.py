@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnres_compile import api
+from attnres_compile import api, data_parallel
 from attnres_compile.comparison import LowestPrecision, run, same_randomness, twin
 from attnres_compile.config import AttnResConfig
 from attnres_compile.crossing.regions import compiled
@@ -30,6 +30,7 @@ def checked_transform(model: nn.Module, example_inputs: Any, config: AttnResConf
     """:func:`attnres_compile.transform` with ``verify=True``; arguments, result and errors are told there."""
     _refuse_what_is_not_exact(config)
     refuse_wrapped(model)
+    data_parallel.refuse(model)
     _refuse_regions(model)
     inputs = as_inputs(example_inputs)
     with same_randomness(), torch.inference_mode(False), torch.enable_grad():

@@ -82,12 +82,18 @@ def test_set_up_commands() -> None:
         assert (ROOT / script).exists()
 
 
-def test_ci_runs_the_readmes_test_command() -> None:
+def test_ci_runs_the_readmes_commands_and_installs_nothing_else() -> None:
+    """As they stand, where they put things: a step that is missing there must be missing in CI, too."""
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    (pattern,) = re.findall(r"grep '(.*)' README\.md", script)
-    assert [line for line in README.splitlines() if re.search(pattern, line)] == [command("pytest")]
-    assert script.count("pytest") == pattern.count("pytest")
+    (pattern,) = re.findall(r"grep '(.*)'\"\$1\" README\.md", script)
+    words = re.findall(r"\$\(readme ([\w./]+)\)", script)
+    wanted = {"examples/llama.py": command("'.[examples]'"), "pytest": command("'.[test]'")}
+    assert words == list(wanted)
+    for word, line in wanted.items():
+        assert [each for each in README.splitlines() if re.search(pattern + word, each)] == [line]
+    assert not re.search(r"pip\W+install", script)
+    assert "torch==" not in script + README
 
 
 @pytest.mark.parametrize("start", ["attnres inspect examples", "attnres verify examples"])

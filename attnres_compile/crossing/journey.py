@@ -176,7 +176,7 @@ def _saving() -> tuple[int, ...]:
 def _same_memory(value: Tensor, state: Tensor) -> bool:
     if type(value) is not type(state) or value.layout != torch.strided or state.layout != torch.strided:
         return False
-    return (
+    return bool(
         value.dtype == state.dtype
         and value.device == state.device
         and value.shape == state.shape

@@ -124,6 +124,15 @@ def _compare(model: nn.Module, inputs: Inputs, whole: _Whole, size: float, path:
             where=where or error.where,
             remedy=error.remedy,
         ) from error
+    except torch._dynamo.exc.InternalTorchDynamoError as error:
+        lines = str(error).splitlines() or [""]
+        raise GraphBreakError(
+            "a graph break inside a residual stream that cannot be followed: dynamo itself fails behind it, with or "
+            f"without this package ({lines[0]})",
+            module=path,
+            where=where,
+            remedy='Change the statement there until torch.compile(model, backend="eager") runs, or use another torch',
+        ) from error
     except Exception as error:  # The recording ran: this comes of running in pieces.
         raise GraphBreakError(
             f"a graph break inside a residual stream that cannot be followed: in pieces the model fails with "

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from attnres_compile import api
 from attnres_compile.config import AttnResConfig
+from attnres_compile.data_parallel import gradients_cared_for
 from attnres_compile.errors import AttnResError
 from attnres_compile.inputs import Inputs, as_inputs
 from attnres_compile.parameters import converted
@@ -181,6 +182,8 @@ class _Session:
                 wrappers.uncompiled(model) as left_out,
                 _failures_untold(),
                 self._around(),
+                # _settle() shares them with the wrapper's processes.
+                gradients_cared_for(),
             ):
                 api.transform(model, ready, self._config)
         except Exception as error:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ def share_gradients(wrapper: DistributedDataParallel, queries: Iterable[nn.Param
     ranks = dist.get_process_group_ranks(wrapper.process_group)
     # A group of its own: its messages cannot come between the wrapper's, in whatever order gradients get ready.
     whole = len(ranks) == dist.get_world_size()
-    group = dist.new_group(ranks) if whole else wrapper.process_group
+    group = cast("dist.ProcessGroup", dist.new_group(ranks) if whole else wrapper.process_group)
     # Groups have threads, which must end when the script destroys its groups and not when the process ends.
     own, size = weakref.ref(group), len(ranks)
     del group

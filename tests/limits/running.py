@@ -75,6 +75,8 @@ def steady(message: str, foreign: str = "") -> str:
     """``message`` as it reads on every machine."""
     if foreign:
         message = re.sub(foreign, "[..]", message, flags=re.DOTALL)
+    # Before this folder, which may hold the environment that the libraries stand in.
+    message = re.sub(r"/[^\s:'\"]*/(?:site|dist)-packages/", "", message)
     message = message.replace(f"{ROOT}/", "")
     for folder in sorted(sys.path, key=len, reverse=True):
         if folder:

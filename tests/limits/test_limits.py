@@ -68,4 +68,9 @@ def test_a_program_that_does_not_raise_what_it_promises_is_found(make_report: ob
 def test_messages_are_those_of_no_machine() -> None:
     assert steady(f"at {ROOT}/tests/x.py:12, <T object at 0x7f00aa>") == "at tests/x.py:LINE, <T object at 0x..>"
     assert steady(f"in {Path(pytest.__file__).parent}/m.py:3") == "in pytest/m.py:LINE"
+    # Wherever the environment is: elsewhere, or inside of the checkout, as the README puts it.
+    for folder in (ROOT / ".venv" / "lib" / "python3.11" / "site-packages", Path("/usr/lib/python3/dist-packages")):
+        assert steady(f"at '{folder}/torch/nn/m.py:3', in {ROOT}/tests/x.py:4") == (
+            "at 'torch/nn/m.py:LINE', in tests/x.py:LINE"
+        )
     assert steady("stops: a\nlong tale, so", r"(?<=stops: ).*(?=, so)") == "stops: [..], so"
