@@ -60,7 +60,7 @@ def test_a_wrapper_that_was_there_first_is_refused(
 ) -> None:
     given, kept = wrap(build())
     keys = list(given.state_dict())
-    with pytest.raises(ac.AlreadyDistributedError, match=r"train apart .* transform on the model first"):
+    with pytest.raises(ac.AlreadyDistributedError, match=r"train apart .*transform on the model first"):
         ac.transform(given, example(), CONFIG, verify=verify)
     assert list(given.state_dict()) == keys
     assert ac.explain(kept if kept is given else build(), example(), CONFIG).streams
