@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from attnres_compile import api
 from attnres_compile.comparison import Run, compare, run
 from attnres_compile.config import AttnResConfig, Lowering
-from attnres_compile.exactness import GRADIENT_FLOOR, Convert
+from attnres_compile.exactness import Convert
 from attnres_compile.inputs import Inputs
 from attnres_compile.parameters import converted
 from attnres_compile.report import TransformReport
+from attnres_compile.rounding import GRADIENT_FLOOR
 
 # Standard deviation of the logits that random queries give: of eight sources one then has 20 times another's weight.
 LOGIT_DEVIATION = 1.0

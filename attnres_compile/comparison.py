@@ -83,12 +83,14 @@ class Run:
         gradients: of the loss, by the name of the parameter or input; what got none is missing.
         differentiable: names of all parameters and floating inputs, with or without a gradient.
         notes: what could not be had, and why.
+        draws: whether random numbers were drawn.
     """
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     differentiable: frozenset[str]
     notes: tuple[str, ...]
+    draws: bool = False
 
 
 class LowestPrecision(TorchDispatchMode):
@@ -125,8 +127,10 @@ def run(model: nn.Module, inputs: Inputs, seed: int, watch: LowestPrecision | No
 
     args, kwargs = pytree.tree_map_with_path(fresh, (inputs.args, inputs.kwargs))
     _seed_all(seed)
+    before = _random_states()
     with watch or contextlib.nullcontext():
         result = model(*args, **kwargs)
+    draws = _random_states() != before
     outputs = dict(named_tensors(result))
     if not outputs:
         raise AttnResError(f"the model returns no tensors to compare, but {type(result).__name__}")
@@ -140,7 +144,17 @@ def run(model: nn.Module, inputs: Inputs, seed: int, watch: LowestPrecision | No
         torch.autograd.backward(loss)
         gradients = {name: tensor.grad for name, tensor in named.items() if tensor.grad is not None}
     detached = {name: tensor.detach() for name, tensor in outputs.items()}
-    return Run(detached, gradients, frozenset(named), notes)
+    return Run(detached, gradients, frozenset(named), notes, draws)
+
+
+def _random_states() -> list[Any]:
+    """Of torch on every device in use, Python and numpy, to be compared."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    states: list[Any] = [state.numpy().tobytes() for state in (torch.get_rng_state(), *devices)]
+    states.append(random.getstate())
+    if numpy := sys.modules.get("numpy"):
+        states.append([getattr(part, "tobytes", lambda part=part: part)() for part in numpy.random.get_state()])
+    return states
 
 
 def _seed_all(seed: int) -> None:

@@ -28,17 +28,8 @@ from attnres_compile.comparison import (
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError
 from attnres_compile.inputs import Inputs, as_inputs
+from attnres_compile.rounding import GRADIENT_FLOOR, Original, Verdict, decide, tolerance_for
 from attnres_compile.tracing import traced_run
-
-# Largest relative error that still is rounding: this project's promise.
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
-# Half precisions round the running sum once per sublayer, in either form of it: a random walk. Llamas of 4 to 64
-# sublayers measured 0.5 to 1.3 eps * sqrt(sublayers), in both dtypes, outputs and gradients.
-HALF_PRECISIONS = (torch.float16, torch.bfloat16)
-HALF_FACTOR = 3.0
-# Some gradients are zero but for rounding (the bias of an attention's keys). No gradient is measured against
-# less than this share of the largest one.
-GRADIENT_FLOOR = 0.1
 
 # Converts a model that it may change, as :func:`convert_copy` does; returns the converted one.
 Convert = Callable[[nn.Module, Inputs, AttnResConfig], nn.Module]
@@ -50,12 +41,15 @@ class Exactness:
 
     Attributes:
         holds: nothing that was compared is further off than ``tolerance``, and the queries got gradients:
-            the depth attention has run.
+            the depth attention has run. ``None`` where the original's own rounding is too coarse to tell, and it does
+            not compute in float64, where one could.
         output_error: largest ``max |a - b| / max |a|`` over the floating outputs; ``None`` without any.
         gradient_error: the same over the gradients of all parameters and floating inputs, for a fixed random
             projection of the outputs as the loss; no gradient is measured against less than a tenth of the
             largest one. ``None`` when there was nothing to differentiate.
-        tolerance: the largest error that counts as rounding, relative.
+        tolerance: the largest error that counts as rounding, relative: 1e-12 in float64, 1e-5 in float32. Where the
+            errors are larger, and the conversion holds in float64 if the model computes in it, ten times what the
+            original is off by itself (:mod:`attnres_compile.rounding`).
         dtype: lowest floating precision that the original computes in; the tolerance is for it.
         queries: number of pseudo-queries.
         gradients: number of tensors whose gradients were compared.
@@ -66,7 +60,7 @@ class Exactness:
         notes: what was not compared, and why.
     """
 
-    holds: bool
+    holds: bool | None
     output_error: float | None
     gradient_error: float | None
     tolerance: float
@@ -95,7 +89,7 @@ def verify(
     config: AttnResConfig | None = None,
     *,
     keep_weights: bool = False,
-    train: bool = False,
+    train: bool | None = False,
     seed: int = 0,
     dtype: torch.dtype | None = None,
     convert: Convert | None = None,
@@ -114,7 +108,7 @@ def verify(
         keep_weights: compare with the model's own weights. By default the copies' are randomised
             (:func:`randomise_`), because fresh ones - zero biases, unit norms, tiny LayerScale - hide errors.
         train: compare in training mode, both with the same seed (dropout draws the same masks); batch
-            statistics are updated in the copies alone. Default is eval mode.
+            statistics are updated in the copies alone. Default is eval mode; ``None`` leaves each module in its own.
         seed: of the random weights, of the loss and of the model's own random numbers.
         dtype: compare in this floating dtype, the copies and the floating inputs cast to it; default: as they are.
         convert: what to convert a copy with, default :func:`convert_copy`.
@@ -126,7 +120,8 @@ def verify(
         AttnResError: the model is on the meta device, cannot be copied, or returns no tensors.
         Exception: the model's own, when it rejects the inputs.
     """
-    inputs = as_dtype(as_inputs(example_inputs), dtype)
+    given = as_inputs(example_inputs)
+    inputs = as_dtype(given, dtype)
     config = config or AttnResConfig(lowering="eager")
     with same_randomness(), torch.inference_mode(False), torch.enable_grad():
 
@@ -134,25 +129,45 @@ def verify(
             return as_dtype(private_copy(model, train, None if keep_weights else seed), dtype)
 
         lowest = LowestPrecision()
-        original = run(make(), inputs, seed, lowest)
+        eager = original = run(make(), inputs, seed, lowest)
         if traced:
             original = traced_run(make(), inputs, seed)
         converted = (convert or convert_copy)(make(), inputs, config)
         queries = api.pseudo_queries(converted)
         found = run(converted, inputs, seed)
         reached = [name for name, query in queries.items() if query.grad is not None and query.grad.any()]
-    return judge(
-        original, found, list(queries), reached, lowest.dtype, config, train=train, randomised=not keep_weights
-    )
+
+        def finer() -> Exactness | None:
+            if dtype == torch.float64:
+                return None
+            options: dict[str, Any] = {"train": train, "seed": seed, "convert": convert, "traced": traced}
+            try:
+                return verify(model, given, config, keep_weights=keep_weights, dtype=torch.float64, **options)
+            except Exception:  # Many models name a dtype in their code, and do not run in another.
+                return None
+
+        asked = Original(make, inputs, seed, eager, lowest.dtype)
+        return judge(
+            asked,
+            original,
+            found,
+            list(queries),
+            reached,
+            config,
+            finer,
+            train=model.training if train is None else train,
+            randomised=not keep_weights,
+        )
 
 
 def judge(
+    asked: Original,
     original: Run,
     found: Run,
     queries: Sequence[str],
     reached: Sequence[str],
-    dtype: torch.dtype,
     config: AttnResConfig,
+    finer: Callable[[], Exactness | None],
     *,
     train: bool,
     randomised: bool,
@@ -160,39 +175,55 @@ def judge(
     """How far the run of a converted model is from the original's.
 
     Args:
-        original: the original's run.
+        asked: the original, for what rounding does to it.
+        original: the run of it to compare with.
         found: the converted model's, on the same inputs and random numbers.
         queries: names of the pseudo-queries.
         reached: those of them that show by a gradient that they took part.
-        dtype: the lowest floating precision that the original computes in.
         config: what was asked for.
+        finer: the same comparison in float64; ``None`` if the model does not run in it.
         train, randomised: how the two ran, for the record.
     """
     # The queries' own gradients have nothing to be compared with.
     kept = {name: tensor for name, tensor in found.gradients.items() if name in original.differentiable}
     outputs = compare(original.outputs, found.outputs, floor=0.0)
     gradients = compare(original.gradients, kept, floor=GRADIENT_FLOOR)
-    tolerance = tolerance_for(dtype, len(queries))
     notes = (*original.notes, *outputs.notes, *gradients.notes, *_expectations(config))
     # Exact because the depth attention did not run is the one thing that must not pass.
     ran = bool(reached) or not original.gradients
     if original.gradients and len(reached) < len(queries):
         idle = ", ".join(name for name in queries if name not in reached)
         notes += (f"{len(queries) - len(reached)} of {len(queries)} queries got no gradient: {idle}",)
-    errors = [error for error in (outputs.error, gradients.error) if error is not None]
+    largest = max(outputs.error or 0.0, gradients.error or 0.0)
+
+    def holds(tolerance: float) -> bool:
+        return ran and outputs.equal and gradients.equal and largest <= tolerance
+
+    def double() -> tuple[bool, float] | None:
+        exact = finer()
+        if exact is None or exact.dtype != "float64" or exact.holds is None:
+            return None
+        return exact.holds, max(exact.output_error or 0.0, exact.gradient_error or 0.0)
+
+    if list(_expectations(config)):
+        # Further off by construction: nothing to look into.
+        tolerance = tolerance_for(asked.dtype, len(queries))
+        verdict = Verdict(holds(tolerance), tolerance)
+    else:
+        verdict = decide(asked, len(queries), holds, largest, double)
     return Exactness(
-        holds=ran and outputs.equal and gradients.equal and all(error <= tolerance for error in errors),
+        holds=verdict.holds,
         output_error=outputs.error,
         gradient_error=gradients.error,
-        tolerance=tolerance,
-        dtype=str(dtype).removeprefix("torch."),
+        tolerance=verdict.tolerance,
+        dtype=str(asked.dtype).removeprefix("torch."),
         queries=len(queries),
         gradients=len(original.gradients),
         mode="train" if train else "eval",
         randomised=randomised,
         worst_output=outputs.worst,
         worst_gradient=gradients.worst,
-        notes=notes,
+        notes=(*notes, verdict.note) if verdict.note else notes,
     )
 
 
@@ -218,8 +249,8 @@ def is_exported(model: nn.Module) -> bool:
     return isinstance(model, fx.GraphModule) and any(c.__name__ == "_StatefulGraphModule" for c in type(model).__mro__)
 
 
-def private_copy(model: nn.Module, train: bool, seed: int | None) -> nn.Module:
-    """A copy in that mode, its weights randomised by ``seed`` unless that is ``None``.
+def private_copy(model: nn.Module, train: bool | None, seed: int | None) -> nn.Module:
+    """A copy in that mode (``None``: as it is), its weights randomised by ``seed`` unless that is ``None``.
 
     Raises:
         AttnResError: the model is on the meta device or cannot be copied.
@@ -230,7 +261,8 @@ def private_copy(model: nn.Module, train: bool, seed: int | None) -> nn.Module:
             remedy="Build it on the CPU, or load weights",
         )
     made = twin(model)
-    switch(made, train)
+    if train is not None:
+        switch(made, train)
     if seed is not None:
         randomise_(made, seed)
     return made
@@ -243,13 +275,6 @@ def _expectations(config: AttnResConfig) -> Iterator[str]:
         yield f"value={config.value!r} mixes normalised sources: not exact by construction"
 
 
-def tolerance_for(dtype: torch.dtype, queries: int) -> float:
-    """Largest relative error that is rounding, for a model with that many queries that computes in ``dtype``."""
-    if dtype in TOLERANCES:
-        return TOLERANCES[dtype]
-    return float(HALF_FACTOR * torch.finfo(dtype).eps * math.sqrt(max(queries, 1)))
-
-
 # --- weights that hide nothing
 
 
@@ -258,7 +283,9 @@ def randomise_(model: nn.Module, seed: int = 0) -> None:
     """Moves all weights away from values that make a wrong rewriting look right; the same for one seed.
 
     Every floating parameter gets normal noise added: of deviation ``fan_in ** -0.5`` with two or more
-    dimensions (fan-in: elements per slice of the first dimension), 0.2 otherwise. Running means of batch and
+    dimensions (fan-in: elements per slice of the first dimension), 0.2 otherwise. Its size - the root of its mean
+    square - then is that of the noise or what it was before, whichever is larger: a network whose weights are all
+    larger than they should be magnifies rounding errors. Running means of batch and
     instance norms get noise of deviation 0.2, running variances a positive factor. Other persistent floating
     buffers are multiplied by positive factors around 1, so that zeros, signs and infinities (masks) stay.
     Left as they are: non-persistent buffers, which are derived from the configuration (rotary frequencies,
@@ -272,7 +299,9 @@ def randomise_(model: nn.Module, seed: int = 0) -> None:
     for parameter in model.parameters():
         if _can_change(parameter):
             fan_in = parameter.numel() / parameter.shape[0] if parameter.ndim > 1 else 25.0
-            parameter.copy_(parameter.nan_to_num() + noise(parameter) * fan_in**-0.5)
+            own, new = parameter.nan_to_num(), fan_in**-0.5
+            size = float(own.double().square().mean().sqrt())
+            parameter.copy_((own + noise(parameter) * new) * (max(size, new) / math.hypot(size, new)))
     seen: set[int] = set()
     for module in model.modules():
         for name, buffer in module._buffers.items():

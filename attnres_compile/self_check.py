@@ -6,6 +6,7 @@ Only copies run, so the model, its gradients, its statistics and its random numb
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +18,9 @@ from attnres_compile.comparison import LowestPrecision, run, same_randomness, tw
 from attnres_compile.config import AttnResConfig
 from attnres_compile.crossing.regions import compiled
 from attnres_compile.errors import AttnResError, ConfigError, InexactError
-from attnres_compile.exactness import Exactness, judge
+from attnres_compile.exactness import Exactness, judge, verify
 from attnres_compile.inputs import as_inputs
+from attnres_compile.rounding import Original
 from attnres_compile.study import refuse_wrapped
 from attnres_compile.tracing import changes
 
@@ -48,8 +50,21 @@ def checked_transform(model: nn.Module, example_inputs: Any, config: AttnResConf
         queries = api.pseudo_queries(made)
         # Not whether the gradient is zero: the model's own weights are, where a head or gate starts from zero.
         reached = [name for name, query in queries.items() if query.grad is not None]
+
+        def plain() -> nn.Module:
+            return api.revert(_copy(model))
+
+        def finer() -> Exactness | None:
+            # The conversion is what float64 decides; it need not be compiled again for that.
+            checked = dataclasses.replace(config, lowering="eager")
+            try:
+                return verify(plain(), inputs, checked, keep_weights=True, train=None, dtype=torch.float64)
+            except Exception:  # Many models name a dtype in their code, and do not run in another.
+                return None
+
+        asked = Original(plain, inputs, SEED, original, lowest.dtype)
         exactness = judge(
-            original, found, list(queries), reached, lowest.dtype, config, train=model.training, randomised=False
+            asked, original, found, list(queries), reached, config, finer, train=model.training, randomised=False
         )
         if exactness.holds:
             return model
@@ -118,11 +133,14 @@ def _inexact(model: nn.Module, exactness: Exactness, own: str) -> InexactError:
             'torch.compile(model, backend="eager"); where the compiled one is right, transform without verify'
         )
     told = "; ".join(part for part in (_difference(exactness), own) if part)
-    return InexactError(
-        f"the converted {type(model).__name__} does not compute what the original does: {told}. It was reverted",
-        exactness=exactness,
-        remedy=remedy,
-    )
+    name = type(model).__name__
+    what = f"the converted {name} does not compute what the original does"
+    if exactness.holds is None:
+        what = f"whether the converted {name} computes what the original does cannot be told"
+        remedy = (
+            "Check it in float64, or with inputs and weights that magnify rounding less; or transform without verify"
+        )
+    return InexactError(f"{what}: {told}. It was reverted", exactness=exactness, remedy=remedy)
 
 
 def _difference(exactness: Exactness) -> str:

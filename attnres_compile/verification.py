@@ -24,16 +24,12 @@ from attnres_compile.agreement import ONE_PHASE, VARIANTS, Apart, Result, Varian
 from attnres_compile.comparison import FLOATS, LowestPrecision, as_dtype, run, same_randomness, twin
 from attnres_compile.config import AttnResConfig, Lowering
 from attnres_compile.definition import SitesByDefinition
-from attnres_compile.exactness import Convert, Exactness, convert_copy, private_copy, tolerance_for, verify
+from attnres_compile.exactness import Convert, Exactness, convert_copy, private_copy, verify
 from attnres_compile.inputs import Inputs, as_inputs
+from attnres_compile.rounding import FACTOR, MEANINGLESS, tolerance_for
 
 # Largest relative error between two ways to compute the same in float64.
 AGREEMENT = 1e-10
-# How many times further off than the original's own rounding a converted model with random queries may be: softmax
-# weights are more sensitive than a sum. Models of 4 to 32 sublayers measured 0.5 to 6 times, in float32 and bfloat16.
-FACTOR = 10.0
-# Where the original's own rounding allows more than this, a comparison says nothing.
-MEANINGLESS = {torch.float64: 1e-2, torch.float32: 1e-2, torch.float16: 0.5, torch.bfloat16: 0.5}
 # Longest reason that is given for what did not run, in characters.
 LONG_REASON = 200
 
@@ -128,7 +124,8 @@ def check(
 ) -> Verification:
     """Compare a converted model with the original and with itself, in several precisions and lowerings.
 
-    *Exactness*: :func:`attnres_compile.verify` in float64, in float32 and, for a half-precision model, as it is.
+    *Exactness*: :func:`attnres_compile.verify` in float64, in float32 and, for a half-precision model, as it is. All
+    rows are held to one rule (:mod:`attnres_compile.rounding`).
 
     *Agreement*: every query gets random values, so that the logits have a standard deviation of 1. The reference is
     the converted model in float64, run eagerly and in one phase; in float32 if the model does not run in float64.
@@ -349,7 +346,7 @@ class _Work:
         # In the finest dtype a model that computes in another in places has that one's rounding.
         measure = dtype if dtype != self.finest else lowest
         own = self._own_rounding(measure).error if measure in self.originals else 0.0
-        return max(tolerance_for(lowest, self.queries), FACTOR * own)
+        return tolerance_for(lowest, self.queries, own)
 
     @functools.cache  # noqa: B019 - lives as long as the check
     def _own_rounding(self, dtype: torch.dtype) -> Apart:

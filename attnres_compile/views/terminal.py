@@ -282,9 +282,10 @@ def exactness(found: Exactness, title: str) -> RenderableType:
     return Group(verdict(found.holds, title), Text(about), table, *notes)
 
 
-def verdict(holds: bool, title: str) -> Text:
+def verdict(holds: bool | None, title: str) -> Text:
     """One line: exact or not."""
-    return Text.assemble((f"{title}: ", "bold"), ("exact", "bold green") if holds else ("NOT exact", "bold red"))
+    told = ("exact", "bold green") if holds else ("NOT exact", "bold red")
+    return Text.assemble((f"{title}: ", "bold"), ("not told", "bold yellow") if holds is None else told)
 
 
 def _figure(error: float | None) -> str:

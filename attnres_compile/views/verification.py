@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from attnres_compile.verification import EXACT, FACTOR, ROUNDING, Check, Verification
+from attnres_compile.rounding import FACTOR
+from attnres_compile.verification import EXACT, ROUNDING, Check, Verification
 
 # Widest text of the first column, in characters: both tables stand under each other.
 WIDTH = 26

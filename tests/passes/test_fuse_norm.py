@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attnres_compile as ac
-from attnres_compile.exactness import tolerance_for
 from attnres_compile.passes import norms, sites
+from attnres_compile.rounding import tolerance_for
 from tests.evaluate import Captured, by_dynamo, by_symbolic_trace
 from tests.helpers import randomize, randomize_queries, relative_error
 from tests.passes.lowering import WIDTH, Gemma, Handwritten, Net, counts, forms, inputs

@@ -16,8 +16,9 @@ from attnres_compile.cli.targets import load_target
 from attnres_compile.cli.targets.blame import blame
 from attnres_compile.comparison import run, same_randomness
 from attnres_compile.config import AttnResConfig, Lowering
-from attnres_compile.exactness import is_exported, private_copy, tolerance_for
+from attnres_compile.exactness import is_exported, private_copy
 from attnres_compile.inputs import Inputs
+from attnres_compile.rounding import tolerance_for
 from attnres_compile.tracing import changes
 from attnres_compile.verification import EXACT, check
 from attnres_compile.views import verification

@@ -8,11 +8,11 @@ How a row comes about, in this order:
 3. A copy is converted and compared with another copy, queries at zero, in float32: every tensor of the outputs, and
    the gradients of all parameters and floating inputs. Up to 1e-5, relative, is rounding.
 4. A random network can be so ill-conditioned that reordering a sum moves its output further than that. Where the error
-   is larger, the comparison is repeated in float64, where 1e-12 is rounding. Where that does not hold either, or a
-   model does not run or not wholly compute in float64, the errors must not exceed ten times what happens to the
-   *original*'s own outputs and gradients when each of its parameters is moved by one rounding of that dtype. What
-   fails that is compared with the original under ``torch.compile(backend="eager")``, without this package: a model that
-   is exact against that is ``traced``, and all others are ``wrong``. The row's detail has all the numbers.
+   is larger, :mod:`attnres_compile.rounding` decides: the conversion must hold in float64, if the model computes in it,
+   and the errors must not exceed ten times what the *original* is off by itself: from its own run in float64, or when
+   each of its parameters is moved by one rounding. What fails that is compared with the original under
+   ``torch.compile(backend="eager")``, without this package: a model that is exact against that is ``traced``, and all
+   others are ``wrong``. The row's detail has all the numbers.
 """
 
 from __future__ import annotations
@@ -178,9 +178,9 @@ def _compared(model: nn.Module, inputs: Inputs, found: Findings, says: Says, con
             found.found = tuple(len(stream.sublayers) for stream in report.streams)
         return made
 
-    def verified(dtype: torch.dtype | None) -> exactness.Exactness:
-        says(f"convert and compare in {dtype or 'float32'}".replace("torch.", ""))
-        return exactness.verify(model, inputs, CONFIG, keep_weights=True, dtype=dtype, convert=converted)
+    def verified() -> exactness.Exactness:
+        says("convert and compare")
+        return exactness.verify(model, inputs, CONFIG, keep_weights=True, convert=converted)
 
     return judged(model, inputs, verified)
 
