@@ -109,10 +109,18 @@ class LowestPrecision(TorchDispatchMode):
         return result
 
 
-def run(model: nn.Module, inputs: Inputs, seed: int, watch: LowestPrecision | None = None) -> Run:
-    """Outputs, and gradients of a loss that depends on every floating output."""
-    for parameter in model.parameters():
-        parameter.grad = None
+def forward(
+    model: nn.Module, inputs: Inputs, seed: int, watch: contextlib.AbstractContextManager[Any] | None = None
+) -> tuple[Any, dict[str, Tensor], bool]:
+    """What a model returns for copies of the inputs, the floating ones among them as leaves by name, and whether it
+    drew random numbers.
+
+    Args:
+        model: in the mode that it is to run in.
+        inputs: what to call it with.
+        seed: of the model's own random numbers.
+        watch: open while it runs.
+    """
     leaves: dict[str, Tensor] = {}
 
     def fresh(path: Any, value: Any) -> Any:
@@ -130,7 +138,16 @@ def run(model: nn.Module, inputs: Inputs, seed: int, watch: LowestPrecision | No
     before = _random_states()
     with watch or contextlib.nullcontext():
         result = model(*args, **kwargs)
-    draws = _random_states() != before
+    return result, leaves, _random_states() != before
+
+
+def run(
+    model: nn.Module, inputs: Inputs, seed: int, watch: contextlib.AbstractContextManager[Any] | None = None
+) -> Run:
+    """Outputs, and gradients of a loss that depends on every floating output; ``watch`` is open in the forward."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    result, leaves, draws = forward(model, inputs, seed, watch)
     outputs = dict(named_tensors(result))
     if not outputs:
         raise AttnResError(f"the model returns no tensors to compare, but {type(result).__name__}")
