@@ -26,7 +26,6 @@ def against_oracle(
     seed: int = 0,
     dtype: torch.dtype | None = torch.float64,
     convert: Convert | None = None,
-    tolerance: float | None = None,
 ) -> Verdict:
     """Convert a copy of ``model``, give it random queries, and compare it with what the equations give.
 
@@ -37,7 +36,6 @@ def against_oracle(
         seed: of the queries, of the loss, and of the model's own random numbers.
         dtype: to compute in; ``None`` is the model's own.
         convert: what converts a copy; default :func:`attnres_compile.exactness.convert_copy`.
-        tolerance: the largest relative error that is rounding; default 1e-10 for a model that computes in float64.
 
     Raises:
         Exception: of the conversion, or of the model.
@@ -49,8 +47,11 @@ def against_oracle(
         found, queries, norms = _run(made, inputs, seed)
         report = api.report(made)
         del made
-        first, second = (as_dtype(twin(model), dtype) for _ in range(2))
-        return judge(first, second, inputs, report, config, queries, norms, found, seed, tolerance)
+
+        def make() -> nn.Module:
+            return as_dtype(twin(model), dtype)
+
+        return judge(make, inputs, report, config, queries, norms, found, seed)
 
 
 def _run(made: nn.Module, inputs: Inputs, seed: int) -> tuple[Run, dict[str, torch.Tensor], dict[str, torch.Tensor]]:

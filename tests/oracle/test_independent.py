@@ -7,7 +7,7 @@ from pathlib import Path
 
 import attnres_compile.oracle
 
-ALLOWED = {"comparison", "config", "errors", "inputs", "oracle", "report"}
+ALLOWED = {"comparison", "config", "errors", "inputs", "oracle", "report", "rounding"}
 
 
 def test_it_imports_nothing_of_what_it_judges() -> None:

@@ -200,5 +200,5 @@ def test_another_size_of_the_features_is_named() -> None:
     report = dataclasses.replace(ac.report(made), streams=(dataclasses.replace(stream, feature_dim=6),))
     queries = {site.query: torch.ones(6, dtype=torch.float64) for site in stream.sites if site.query}
     run = comparison.run(model, as_inputs(given), 0)
-    found = judge(copy.deepcopy(model), model, as_inputs(given), report, CONFIG, queries, {}, run, 0)
+    found = judge(lambda: copy.deepcopy(model), as_inputs(given), report, CONFIG, queries, {}, run, 0)
     assert found.status == DISAGREES and "is 6 in the report, and 8" in found.note

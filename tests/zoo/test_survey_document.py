@@ -48,8 +48,8 @@ def test_every_row_stands_in_the_page_once_per_table() -> None:
     text = document(found)
     assert text == document(reversed(found)), "the order of the rows is nothing to the page"
     lines = text.splitlines()
-    assert "| one | converted | 8 | 8 |  |  |  | 0 |" in lines
-    assert "| two | refused: post_norm | 8 |  |  |  |  | 0 |" in lines
+    assert "| one | converted | 8 | 8 |  |  |  |  | 0 |" in lines
+    assert "| two | refused: post_norm | 8 |  |  |  |  |  | 0 |" in lines
     assert "- `a/b/two` (Model): a norm \\| on it" in lines
     assert "| a, b | 2 | 1 | 1 |" in lines
     assert "| all | 3 | 2 | 1 |" in lines
@@ -87,3 +87,15 @@ def test_post_norm_must_be_refused_as_such() -> None:
     for other in (replace(named, reason="gated"), replace(named, status="converted", reason="", found=())):
         found = decided(other)
         assert not next(holds for text, holds in found.items() if text.startswith("post-norm"))
+
+
+def test_one_model_that_disagrees_at_random_queries_breaks_the_goal() -> None:
+    good = [row(f"a/b/m{index}", oracle="holds", oracle_error=1e-15) for index in range(3)]
+    goal = "at random queries not one model disagrees with the equations"
+    assert goal not in decided(row("a/b/old")), "rows from before there was an oracle say nothing"
+    assert decided(*good, row("a/b/x", oracle="not judged"))[goal]
+    assert not decided(*good, row("a/b/x", oracle="disagrees", oracle_error=0.5))[goal]
+    lines = document([*good, row("a/b/x", oracle="disagrees", oracle_error=0.5)]).splitlines()
+    assert "| m0 | converted | 8 | 8 |  |  | 1e-15 |  | 0 |" in lines
+    assert "| x | converted | 8 | 8 |  |  | disagrees |  | 0 |" in lines
+    assert "- `a/b/x`: 5e-01" in lines

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from attnres_compile.oracle import DISAGREES, HOLDS, NOT_JUDGED
 from tests.zoo.survey import goals, rows
 from tests.zoo.survey.row import STATUSES, Row
 
@@ -128,7 +129,7 @@ def _reasons(found: Sequence[Row]) -> str:
 
 def _tables(found: Sequence[Row]) -> Iterator[str]:
     """One table per kind, one line per model."""
-    heads = ("model", "status", "counted", "converted", "outputs", "gradients", "breaks", "s")
+    heads = ("model", "status", "counted", "converted", "outputs", "gradients", "random queries", "breaks", "s")
     for (library, kind), group in groupby(sorted(found, key=_kind), key=_kind):
         yield f"## {library}, {kind}"
         yield _table(heads, [_model(row) for row in group])
@@ -144,9 +145,15 @@ def _model(row: Row) -> tuple[str, ...]:
         sizes(row.found),
         error(row.output_error),
         error(row.gradient_error),
+        _oracle(row),
         breaks,
         f"{row.seconds:.0f}",
     )
+
+
+def _oracle(row: Row) -> str:
+    """What the oracle says: the error where it holds."""
+    return error(row.oracle_error) if row.oracle == HOLDS else row.oracle
 
 
 def _left(found: Sequence[Row]) -> Iterator[str]:
@@ -170,6 +177,12 @@ def _left(found: Sequence[Row]) -> Iterator[str]:
         yield f"## {title}"
         for row in group:
             yield f"- `{row.name}` ({row.class_name or 'not built'}): {_cell(row.detail or row.reason)}"
+    for status, title in ((DISAGREES, "Not what the equations give, at random queries"), (NOT_JUDGED, "Not judged")):
+        group = [row for row in found if row.oracle == status]
+        if group:
+            yield f"## {title}"
+        for row in group:
+            yield f"- `{row.name}`: {_cell(row.oracle_note or error(row.oracle_error))}"
     decided = [row for row in found if row.status in ("converted", "partly") and "times that is rounding" in row.detail]
     if decided:
         yield "## Where float32 did not decide"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from attnres_compile.oracle import DISAGREES, NOT_JUDGED
 from attnres_compile.passes.streams import MESSAGES
 from tests.zoo.survey.row import Row
 
@@ -55,6 +56,16 @@ def _goals(rows: Sequence[Row]) -> Iterator[Goal]:
     traced = [row for row in ran if row.status == "traced"]
     beside = f"; beside them {_some(iter(traced))}, changed by torch.compile alone" if traced else ""
     yield Goal("not one model is converted wrongly", not wrong, f"{len(wrong)} of {len(ran)} that run{beside}")
+
+    judged = [row for row in ran if row.oracle]
+    if judged:
+        apart = [row for row in judged if row.oracle == DISAGREES]
+        unknown = [row for row in judged if row.oracle == NOT_JUDGED]
+        yield Goal(
+            "at random queries not one model disagrees with the equations",
+            not apart,
+            f"{len(apart)} of {len(judged)} disagree" + _but(iter(apart)) + f"; not judged: {len(unknown)}",
+        )
 
     differing = [row for row in ran if row.status == "differs"]
     yield Goal(

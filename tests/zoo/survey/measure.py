@@ -30,12 +30,15 @@ import attnres_compile as ac
 from attnres_compile import comparison, exactness
 from attnres_compile.errors import AttnResError, GraphBreakError, NoStreamError
 from attnres_compile.inputs import Inputs
+from attnres_compile.oracle import Verdict
 from attnres_compile.report import TransformReport
 from attnres_compile.reporting import STREAM_REASONS
 from tests.zoo.survey.count import Count, count
 from tests.zoo.survey.entry import Entry
-from tests.zoo.survey.exact import Verdict, judged
+from tests.zoo.survey.exact import Verdict as Exact
+from tests.zoo.survey.exact import judged
 from tests.zoo.survey.models import NotRun, built, randomise, twin
+from tests.zoo.survey.random_queries import at_random_queries
 from tests.zoo.survey.row import Row
 from tests.zoo.survey.source import digest
 from tests.zoo.survey.wording import clean, kind_and_place, one_line, rounded, sizes, snake, versions
@@ -58,6 +61,7 @@ class Findings:
     report: TransformReport | None = None
     output_error: float | None = None
     gradient_error: float | None = None
+    oracle: Verdict = field(default_factory=lambda: Verdict(""))
     graph_breaks: int | None = None
     break_at: str = ""
     notes: list[str] = field(default_factory=list)
@@ -95,6 +99,9 @@ def measure(entry: Entry, says: Says | None = None, convert: Convert | None = No
         reasons=dict(sorted(Counter(str(left.reason) for left in report.rejections).items())),
         output_error=rounded(found.output_error),
         gradient_error=rounded(found.gradient_error),
+        oracle=found.oracle.status,
+        oracle_error=rounded(found.oracle.error),
+        oracle_note=clean(found.oracle.note),
         graph_breaks=found.graph_breaks,
         break_at=found.break_at,
         parameters=found.parameters,
@@ -123,6 +130,9 @@ def _measure(entry: Entry, found: Findings, says: Says, convert: Convert | None)
         if found.report is not None:
             _breaks(model, inputs, found)
     found.output_error, found.gradient_error = verdict.output_error, verdict.gradient_error
+    says("compare with the oracle at random queries")
+    assert found.report is not None
+    found.oracle = at_random_queries(model, inputs, CONFIG, found.report, convert)
     if not verdict.exact:
         if against_traced(model, inputs, convert):
             return "traced", "is_compiling", f"{verdict.detail}; exact against the original that is traced"
@@ -164,7 +174,7 @@ class NotConverted(Exception):
         super().__init__(str(error))
 
 
-def _compared(model: nn.Module, inputs: Inputs, found: Findings, says: Says, convert: Convert | None) -> Verdict:
+def _compared(model: nn.Module, inputs: Inputs, found: Findings, says: Says, convert: Convert | None) -> Exact:
     """Converts and compares."""
 
     def converted(mine: nn.Module, given: Inputs, config: ac.AttnResConfig) -> nn.Module:

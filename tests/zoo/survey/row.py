@@ -37,6 +37,10 @@ class Row:
         reasons: how often each rejection reason stands in the report.
         output_error: relative, float32, queries zero, every parameter randomised; ``None`` if nothing ran.
         gradient_error: the same for the gradients.
+        oracle: at random queries, ``"holds"``, ``"disagrees"`` or ``"not judged"`` by the oracle
+            (:mod:`attnres_compile.oracle`); empty where nothing was converted, or the row is older than that.
+        oracle_error: the larger one of the relative errors of outputs and gradients then.
+        oracle_note: what disagrees, or why it was not judged.
         graph_breaks: number of breaks that dynamo makes in the model, or ``None`` where unknown.
         break_at: file and line of the first one, the file relative to site-packages.
         parameters: of the model.
@@ -58,6 +62,9 @@ class Row:
     reasons: dict[str, int] = field(default_factory=dict)
     output_error: float | None = None
     gradient_error: float | None = None
+    oracle: str = ""
+    oracle_error: float | None = None
+    oracle_note: str = ""
     graph_breaks: int | None = None
     break_at: str = ""
     parameters: int = 0
