@@ -24,9 +24,10 @@ from attnres_compile.guarding import Guard, untouched
 from attnres_compile.inputs import Inputs
 from attnres_compile.kernels.plain import compute_dtype, spread
 from attnres_compile.parameters import CHILD, LATE, Declaration, DepthQueries, converted, queries_in
-from attnres_compile.passes import facts, ops, sites
+from attnres_compile.passes import facts, sites
 from attnres_compile.passes.checkpoint import make_eager, open_regions
 from attnres_compile.passes.detect import detect
+from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.plan import plan
 from attnres_compile.passes.rewrite import QueryNodes, rewrite
 from attnres_compile.tally import counted
@@ -191,13 +192,10 @@ class Collector:
         module.recompile()
 
     def _keep_written(self, graph: fx.Graph) -> None:
-        for node in graph.nodes:
-            for target in ops.written_argument(node):
-                while ops.name_of(target) in ops.VIEWS and target.all_input_nodes:
-                    target = target.all_input_nodes[0]
-                value = getattr(target.meta.get("grapharg"), "example", None)
-                if isinstance(value, nn.Parameter):
-                    self.guard.keep(value)
+        for node in Memory(graph).written_inputs():
+            value = getattr(node.meta.get("grapharg"), "example", None)
+            if isinstance(value, nn.Parameter):
+                self.guard.keep(value)
 
 
 class _DeclaredObserver:

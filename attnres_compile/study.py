@@ -21,11 +21,12 @@ from attnres_compile.graphs import with_shapes
 from attnres_compile.guarding import untouched
 from attnres_compile.inputs import Inputs, as_inputs
 from attnres_compile.parameters import CHILD, Declaration, DepthQueries, converted
-from attnres_compile.passes import facts, ops
+from attnres_compile.passes import facts
 from attnres_compile.passes.checkpoint import Region, open_regions
 from attnres_compile.passes.detect import detect
 from attnres_compile.passes.plan import BlockPlan, plan
 from attnres_compile.passes.streams import Detection, Reason, ResidualStream
+from attnres_compile.passes.writes import written
 from attnres_compile.report import GraphBreak, LeftAlone, TransformReport
 from attnres_compile.reporting import STREAM_REASONS, build_report, left_alone, parameters_per_site, refuse_strict
 
@@ -160,7 +161,7 @@ def by_owner(model: nn.Module, detection: Detection, config: AttnResConfig, grap
 
 def _writes_in_place(item: Conversion) -> bool:
     steps = [step for each in item.plans for step in each.stream.steps]
-    return any(ops.written_argument(add) for step in steps for add in step.adds)
+    return any(written(add) for step in steps for add in step.adds)
 
 
 def _is_seen_otherwise(item: Conversion, detection: Detection) -> bool:

@@ -11,7 +11,7 @@ from torch import fx
 import attnres_compile as ac
 from attnres_compile import study
 from attnres_compile.passes import detect as detect_pass
-from attnres_compile.passes import facts, ops, refusal, scan, sides, spellings
+from attnres_compile.passes import facts, memory, ops, refusal, scan, sides, spellings
 from attnres_compile.passes import rewrite as rewrite_pass
 from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.scan import Scanner
@@ -206,8 +206,17 @@ BREAKS: dict[str, tuple[str, tuple[Change, ...]]] = {
     # writes
     "late writes are not seen": ("written later", ((Memory, "write_after", _never),)),
     "in-place adds are always functional": ("read after a write", ((Memory, "is_functional", _yes),)),
-    "no op writes": ("a part written", ((ops, "written_argument", _nothing),)),
-    "views do not alias": ("written later", ((Memory, "_join_storages", _never), (ops, "VIEWS", NONE))),
+    "no op writes": (
+        "a part written",
+        (
+            (memory, "written", _nothing),
+            (scan, "written", _nothing),
+        ),
+    ),
+    "views do not alias": (
+        "written later",
+        ((Memory, "_join_storages", _never), (ops, "VIEWS", NONE), (memory, "shared", _nothing)),
+    ),
     # features
     "features are last": ("features first", ((facts, "feature_axis", lambda node: len(facts.tensor(node).shape) - 1),)),
     "dimensions stay where they are": ("features first", ((facts, "map_axis", lambda node, operand, axis: axis),)),

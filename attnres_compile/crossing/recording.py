@@ -26,7 +26,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from attnres_compile.comparison import named_tensors
 from attnres_compile.guarding import without_fast_path
 from attnres_compile.inputs import Inputs
-from attnres_compile.passes import facts, ops
+from attnres_compile.passes import facts
+from attnres_compile.passes.writes import written
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def _matters(node: fx.Node) -> bool:
     """Whether a node without users does something: writes, or draws random numbers."""
     target: Any = node.target
     random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-    return random or bool(ops.written_argument(node))
+    return random or bool(written(node))
 
 
 def _handed_on(func: Any, result: Tensor, args: tuple[Any, ...]) -> Tensor | None:

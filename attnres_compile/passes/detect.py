@@ -389,9 +389,28 @@ def _late_write(stream: ResidualStream, memory: Memory, gone: set[fx.Node]) -> f
         places += [(node, at[node]) for node in (*step.passes, step.node)]
         for term in step.terms:
             factors = [term.node, *([term.product[1]] if term.product else [])]
-            places += [(node, at[step.node]) for node in factors]
-    writes = (memory.write_after(node, position, gone) for node, position in places)
-    return next((write for write in writes if write is not None), None)
+            places += [(node, _taken(node, step, memory)) for node in factors]
+    for node, position in places:
+        if (write := memory.write_after(node, position, gone)) is not None:
+            return write
+    # What the stream went through is gone through again by its sources, up to its last step.
+    last = at[stream.steps[-1].node]
+    for before, step in zip([stream.root, *(step.node for step in stream.steps)], stream.steps, strict=False):
+        carried = before
+        for node in step.passes:
+            for operand in node.all_input_nodes:
+                write = memory.write_after(operand, at[node], gone) if operand is not carried else None
+                if write is not None and at[write] <= last:
+                    return write
+            carried = node
+    return None
+
+
+def _taken(node: fx.Node, step: Step, memory: Memory) -> int:
+    """Where the adds of a step first take ``node``, maybe through a stack: all of them are done at the last one."""
+    adds = set(step.adds)
+    takers = [user for user in node.users if user in adds or not adds.isdisjoint(user.users)]
+    return min((memory.position[user] for user in takers), default=memory.position[step.node])
 
 
 def _name_outer_skips(streams: list[ResidualStream], rejections: dict[fx.Node, Rejection], found: Scan) -> None:

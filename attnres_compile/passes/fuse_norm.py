@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from attnres_compile.config import AttnResConfig
 from attnres_compile.passes import facts, norms, ops, sites
+from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.norms import Norm
 from attnres_compile.passes.record import watched
 from attnres_compile.report import Fusion
@@ -40,15 +41,17 @@ def fuse_norm(gm: fx.GraphModule, config: AttnResConfig) -> tuple[Fusion, ...]:
     found: list[Fusion] = []
     for module in sites.graphs(gm):
         listed = [node for node in module.graph.nodes if sites.operator_name(node) in _SITES]
+        memory = Memory(module.graph) if listed else None
         for site in listed:
-            found.append(_fuse(module, site, config))
+            assert memory is not None
+            found.append(_fuse(module, site, config, memory))
         if listed:
             module.graph.lint()
             module.recompile()
     return tuple(found)
 
 
-def _fuse(module: fx.GraphModule, site: fx.Node, config: AttnResConfig) -> Fusion:
+def _fuse(module: fx.GraphModule, site: fx.Node, config: AttnResConfig, memory: Memory) -> Fusion:
     mark = sites.mark(site)
     given = sites.arguments(site)
     value = facts.tensor(site)
@@ -58,8 +61,8 @@ def _fuse(module: fx.GraphModule, site: fx.Node, config: AttnResConfig) -> Fusio
     if value is None or given["dim"] % value.dim() != value.dim() - 1:
         why = "the features are not in the last dimension"
         return Fusion(mark.name, "", False, why, why)
-    norm = _norm(site)
-    add = _add(site, given)
+    norm = _norm(site, memory)
+    add = _add(site, given, memory)
     found = Fusion(
         mark.name,
         norm.kind if isinstance(norm, Norm) else "",
@@ -68,21 +71,22 @@ def _fuse(module: fx.GraphModule, site: fx.Node, config: AttnResConfig) -> Fusio
         add if isinstance(add, str) else "",
     )
     if found.norm or found.add:
-        _replace(module, site, given, norm if isinstance(norm, Norm) else None, add if isinstance(add, _Add) else None)
+        kept = norm if isinstance(norm, Norm) else None, add if isinstance(add, _Add) else None
+        _replace(module, site, given, *kept, memory)
     return found
 
 
 # ------------------------------------------------------------------ what may be fused
 
 
-def _norm(site: fx.Node) -> Norm | str:
+def _norm(site: fx.Node, memory: Memory) -> Norm | str:
     norm = norms.match(site)
     if isinstance(norm, str):
         return norm
     vectors = [vector for vector in (norm.weight, norm.bias) if isinstance(vector, fx.Node)]
-    if any(sites.movable(vector, site) is None for vector in vectors):
+    if any(sites.movable(vector, site, memory) is None for vector in vectors):
         return "the norm's parameters are computed after the site"
-    write = sites.written_between(site, norm.out, [site, *norm.inside, *vectors])
+    write = memory.written_between(site, norm.out, [site, *norm.inside, *vectors])
     return f"{write.name} writes into what the norm reads" if write is not None else norm
 
 
@@ -95,7 +99,7 @@ class _Add:
     branch: fx.Node
 
 
-def _add(site: fx.Node, given: dict[str, Any]) -> _Add | str:
+def _add(site: fx.Node, given: dict[str, Any], memory: Memory) -> _Add | str:
     """The add whose result is the last source of ``site``, if the site may do it; or why not."""
     sources = given.get("sources") or [given["partial"]]
     node = sources[-1]
@@ -115,13 +119,13 @@ def _add(site: fx.Node, given: dict[str, Any]) -> _Add | str:
         return "the sum broadcasts"
     if first.dtype != total.dtype or second.dtype != total.dtype:
         return "the sum changes the dtype"
-    write = sites.written_between(node, site, [node, so_far, branch])
+    write = memory.written_between(node, site, [node, so_far, branch])
     if write is not None:
         return f"{write.name} writes into what the sum reads"
-    return _Add(node, so_far, _uncast(branch, node))
+    return _Add(node, so_far, _uncast(branch, node, memory))
 
 
-def _uncast(branch: fx.Node, add: fx.Node) -> fx.Node:
+def _uncast(branch: fx.Node, add: fx.Node, memory: Memory) -> fx.Node:
     """What a cast before the add was made of: the kernel adds in its own precision anyway."""
     if ops.name_of(branch) not in ops.CASTS or set(branch.users) != {add} or not branch.all_input_nodes:
         return branch
@@ -130,7 +134,7 @@ def _uncast(branch: fx.Node, add: fx.Node) -> fx.Node:
         return branch
     if before.device != after.device or not facts.same_shape(before.shape, after.shape):
         return branch
-    if sites.written_between(branch, add, [branch.all_input_nodes[0]]) is not None:
+    if memory.written_between(branch, add, [branch.all_input_nodes[0]]) is not None:
         return branch
     return branch.all_input_nodes[0]
 
@@ -138,7 +142,9 @@ def _uncast(branch: fx.Node, add: fx.Node) -> fx.Node:
 # ------------------------------------------------------------------ surgery
 
 
-def _replace(module: fx.GraphModule, site: fx.Node, given: dict[str, Any], norm: Norm | None, add: _Add | None) -> None:
+def _replace(
+    module: fx.GraphModule, site: fx.Node, given: dict[str, Any], norm: Norm | None, add: _Add | None, memory: Memory
+) -> None:
     graph = module.graph
     sources = list(given.get("sources") or [given["partial"]])
     if add is not None:
@@ -146,7 +152,7 @@ def _replace(module: fx.GraphModule, site: fx.Node, given: dict[str, Any], norm:
     vectors: list[fx.Node | None] = []
     for vector in (norm.weight, norm.bias) if norm is not None else (None, None):
         if isinstance(vector, fx.Node):
-            sites.move(sites.movable(vector, site) or [], site)
+            sites.move(sites.movable(vector, site, memory) or [], site)
         vectors.append(_attribute(module, site, vector) if isinstance(vector, str) else vector)
     options = tuple(given[name] for name in ("dim", "eps", "gain", "scale", "normalized"))
     arguments = (
@@ -169,14 +175,17 @@ def _replace(module: fx.GraphModule, site: fx.Node, given: dict[str, Any], norm:
         result.meta.pop(sites.SITE, None)
     if norm is not None:
         norm.out.replace_all_uses_with(results[0])
+        memory.replaced(norm.out, results[0])
     # What is left of its users asks for a shape.
     site.replace_all_uses_with(results[0], delete_user_cb=lambda user: norm is None or user not in norm.inside)
+    memory.replaced(site, results[0])
     if norm is not None:
         for node in reversed(norm.inside):
             graph.erase_node(node)
     graph.erase_node(site)
     if add is not None:
         add.node.replace_all_uses_with(results[1], delete_user_cb=lambda user: user is not call)
+        memory.replaced(add.node, results[1])
         branch = add.node.args[1]
         graph.erase_node(add.node)
         if isinstance(branch, fx.Node) and branch is not add.branch:

@@ -7,12 +7,13 @@ where nobody can tell the difference, and lets no tensor that is written later s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 import torch
 from torch import fx
 
 from attnres_compile.passes import facts, ops
+from attnres_compile.passes.writes import shared, written
 
 
 class Memory:
@@ -27,16 +28,21 @@ class Memory:
         self._parent: dict[fx.Node, fx.Node] = {}
         self._writes: list[tuple[fx.Node, fx.Node]] = []
         storages: dict[int, fx.Node] = {}
+        items: dict[tuple[fx.Node, int], fx.Node] = {}
         for node in graph.nodes:
             self._join_storages(node, storages)
-            for target in ops.written_argument(node):
+            for target in written(node):
                 self._writes.append((node, target))
                 if facts.tensor(node) is not None:
                     self._join(node, target)
-            if ops.name_of(node) in ops.VIEWS and not _is_copying_cast(node):
-                for operand in node.all_input_nodes[:1]:
-                    if facts.tensor(node) is not None and facts.tensor(operand) is not None:
-                        self._join(node, operand)
+            for operand in shared(node):
+                self._join(node, operand)
+            if ops.name_of(node) == "getitem" and len(node.args) == 2 and isinstance(node.args[1], int):
+                whole, index = node.args
+                assert isinstance(whole, fx.Node) and isinstance(index, int)
+                if facts.tensor(whole) is None:
+                    # The same one of several results, picked again.
+                    self._join(node, items.setdefault((whole, index), node))
         self._by_group: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         self._members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         if self._writes:
@@ -77,7 +83,7 @@ class Memory:
 
         That is so when the memory was made in this graph and nothing that saw it before looks at it afterwards.
         """
-        targets = ops.written_argument(write)
+        targets = written(write)
         if not targets:
             return True
         at = self.position[write]
@@ -96,10 +102,26 @@ class Memory:
                 return write
         return None
 
+    def written_inputs(self) -> list[fx.Node]:
+        """What comes into the graph and may be written in it."""
+        inputs = [node for node in self.position if node.op in ("placeholder", "get_attr")]
+        return [node for node in inputs if self._find(node) in self._by_group]
 
-def _is_copying_cast(node: fx.Node) -> bool:
-    if ops.name_of(node) not in ops.CASTS:
-        return False
-    before = facts.tensor(node.all_input_nodes[0]) if node.all_input_nodes else None
-    after = facts.tensor(node)
-    return before is not None and after is not None and before.dtype != after.dtype
+    def replaced(self, old: fx.Node, new: fx.Node) -> None:
+        """Take note that ``new``, which the graph did not hold, stands where ``old`` stood."""
+        self._join(new, old)
+
+    def written_between(self, first: fx.Node, last: fx.Node, nodes: Iterable[fx.Node]) -> fx.Node | None:
+        """A node from ``first`` on and before ``last`` that writes into what one of ``nodes`` may share memory with.
+
+        Asks the graph as it is now; what it got since this was made is known by :meth:`replaced`.
+        """
+        groups: set[fx.Node] | None = None
+        node = first
+        while node is not last and node.op != "root":
+            for target in written(node):
+                groups = {self._find(each) for each in nodes} if groups is None else groups
+                if self._find(target) in groups:
+                    return node
+            node = node.next
+        return None

@@ -139,8 +139,6 @@ INPLACE_NAMES = frozenset(
         "imatmul", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__",
     }
 )  # fmt: skip
-# Names that end in an underscore and write nothing.
-_NOT_WRITES = frozenset({"requires_grad_", "__getitem__", "__add__", "__radd__", "__sub__", "__mul__"})
 CHECKPOINTS = frozenset({"tag_activation_checkpoint", "checkpoint"})
 
 
@@ -232,48 +230,6 @@ def module_of(node: fx.Node) -> torch.nn.Module | None:
         return owner.get_submodule(str(node.target))
     except AttributeError:
         return None
-
-
-def written_argument(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The tensors that ``node`` writes into, as far as its target says."""
-    if node.op not in ("call_function", "call_method", "call_module"):
-        return ()
-    written: list[fx.Node] = []
-    out = node.kwargs.get("out")
-    written += [n for n in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(n, fx.Node)]
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        for position, argument in enumerate(target._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-                values = value if isinstance(value, (tuple, list)) else (value,)
-                written += [v for v in values if isinstance(v, fx.Node)]
-        return tuple(written)
-    name = name_of(node)
-    inplace = bool(node.kwargs.get("inplace")) or name in INPLACE_NAMES
-    if name.endswith("_") and not name.startswith("_") and name not in _NOT_WRITES:
-        inplace = True
-    if node.op == "call_function" and not inplace:
-        inplace = _positional_inplace(node)
-    module = module_of(node)
-    if module is not None and getattr(module, "inplace", False):
-        inplace = True
-    if inplace and node.args and isinstance(node.args[0], fx.Node):
-        written.append(node.args[0])
-    return tuple(written)
-
-
-# Functions of torch.nn.functional that take ``inplace`` by position, and where.
-_INPLACE_POSITION = {
-    "relu": 1, "silu": 1, "dropout": 3, "leaky_relu": 2, "elu": 2, "hardswish": 1, "relu6": 1, "mish": 1,
-    "hardtanh": 3, "threshold": 3, "selu": 1, "celu": 2, "hardsigmoid": 1, "dropout1d": 3, "dropout2d": 3,
-    "dropout3d": 3, "alpha_dropout": 3, "feature_alpha_dropout": 3, "rrelu": 4,
-}  # fmt: skip
-
-
-def _positional_inplace(node: fx.Node) -> bool:
-    position = _INPLACE_POSITION.get(name_of(node))
-    return position is not None and len(node.args) > position and node.args[position] is True
 
 
 def dropout_is_identity(node: fx.Node) -> bool:

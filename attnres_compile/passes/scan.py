@@ -21,6 +21,7 @@ from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.sides import AddRecord, Side
 from attnres_compile.passes.spellings import Sum, is_opaque_add, summands
 from attnres_compile.passes.streams import Reason, Rejection, Term
+from attnres_compile.passes.writes import written
 
 
 @dataclass
@@ -154,7 +155,7 @@ class Scanner:
         first = node.args[0] if node.args else None
         if name in ops.INPLACE_SCALES and len(node.args) == 2 and facts.is_float(node):
             return self._scaled_in_place(node)
-        if not facts.is_float(node) or ops.written_argument(node):
+        if not facts.is_float(node) or written(node):
             return None
         lays = name in ops.RESHAPES or name in ops.PERMUTES or name in ops.SHUFFLES or name in ops.COPIES
         if lays or name in ops.CASTS:
@@ -264,7 +265,7 @@ class Scanner:
         if all(self.constant[t.node] for t in operands):
             self._reject(node, Reason.CONSTANT_OPERAND)
             return
-        if ops.written_argument(node) and not self.memory.is_functional(node):
+        if written(node) and not self.memory.is_functional(node):
             self._reject(node, Reason.MUTATED)
             return
         skip_side, branch_side = self._choose(left, right)

@@ -10,6 +10,7 @@ from torch import fx
 from attnres_compile.passes import facts, ops
 from attnres_compile.passes.sites import is_idle_cast
 from attnres_compile.passes.streams import Term
+from attnres_compile.passes.writes import written
 
 if TYPE_CHECKING:
     from attnres_compile.passes.scan import Scanner
@@ -114,7 +115,7 @@ class Side:
 def _unchanged(node: fx.Node) -> fx.Node | None:
     """What ``node`` hands on as it is, or ``None``."""
     idle = is_idle_cast(node) or (ops.name_of(node) in ops.DROPOUTS and ops.dropout_is_identity(node))
-    if idle and not ops.written_argument(node) and facts.is_float(node):
+    if idle and not written(node) and facts.is_float(node):
         return node.all_input_nodes[0]
     return ops.adds_zero(node)
 

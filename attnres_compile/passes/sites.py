@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor, fx
 from attnres_compile.config import AttnResConfig, Choice
 from attnres_compile.kernels.plain import compute_dtype
 from attnres_compile.passes import facts, ops
+from attnres_compile.passes.memory import Memory
+from attnres_compile.passes.writes import written
 
 # Key in ``node.meta`` of a node's :class:`Mark`.
 SITE = "attnres_site"
@@ -164,7 +166,7 @@ def is_idle_cast(node: fx.Node) -> bool:
     return before is not None and after is not None and (before.dtype, before.device) == (after.dtype, after.device)
 
 
-def movable(node: fx.Node, before: fx.Node) -> list[fx.Node] | None:
+def movable(node: fx.Node, before: fx.Node, memory: Memory) -> list[fx.Node] | None:
     """The nodes to move so that ``node`` stands before ``before``, in order; ``None`` where it cannot.
 
     Only what is computed from parameters, constants and earlier nodes moves, and only over nodes that write nothing.
@@ -175,9 +177,7 @@ def movable(node: fx.Node, before: fx.Node) -> list[fx.Node] | None:
         if each < before or each in found:
             return True
         pure = each.op == "get_attr" or (
-            each.op in ("call_function", "call_method")
-            and ops.name_of(each) in _MOVABLE
-            and not ops.written_argument(each)
+            each.op in ("call_function", "call_method") and ops.name_of(each) in _MOVABLE and not written(each)
         )
         if not pure or len(found) >= _LONGEST_MOVE or not all(visit(operand) for operand in each.all_input_nodes):
             return False
@@ -187,30 +187,10 @@ def movable(node: fx.Node, before: fx.Node) -> list[fx.Node] | None:
     if not visit(node):
         return None
     read = [operand for each in found for operand in (each, *each.all_input_nodes)]
-    return None if found and written_between(before, node, read) else list(found)
+    return None if found and memory.written_between(before, node, read) else list(found)
 
 
 def move(nodes: Sequence[fx.Node], before: fx.Node) -> None:
     """Put ``nodes`` right before ``before``, in their order."""
     for node in nodes:
         before.prepend(node)
-
-
-def written_between(first: fx.Node, last: fx.Node, nodes: Iterable[fx.Node]) -> fx.Node | None:
-    """A node from ``first`` on and before ``last`` that writes into what one of ``nodes`` is or is a view of."""
-    roots: set[fx.Node] | None = None
-    node = first
-    while node is not last and node.op != "root":
-        for target in ops.written_argument(node):
-            roots = {_root(each) for each in nodes} if roots is None else roots
-            if _root(target) in roots:
-                return node
-        node = node.next
-    return None
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """What ``node`` is a view of, as far as names tell."""
-    while ops.name_of(node) in ops.VIEWS and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node

@@ -17,12 +17,14 @@ import torch
 from torch import fx
 
 from attnres_compile.config import AttnResConfig, Choice
-from attnres_compile.passes import facts, ops, sites
+from attnres_compile.passes import facts, sites
 from attnres_compile.passes.checkpoint import REGION
+from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.plan import BlockPlan, SitePlan
 from attnres_compile.passes.record import watched
 from attnres_compile.passes.sites import Mark
 from attnres_compile.passes.traffic import Sites, direct_bytes, two_phase_bytes
+from attnres_compile.passes.writes import written
 from attnres_compile.report import Phase
 
 aten = torch.ops.aten
@@ -47,14 +49,16 @@ def two_phase(gm: fx.GraphModule, config: AttnResConfig) -> tuple[Phase, ...]:
     training = sites.trains(gm)
     for module in sites.graphs(gm):
         changed = False
+        memory: Memory | None = None
         for group in _groups(module.graph):
             phase = _decide(group, config, training)
             if phase.applies and phase.chosen == "two_phase":
-                problem = _prepare(group)
+                memory = memory or Memory(module.graph)
+                problem = _prepare(group, memory)
                 if problem:
                     phase = _left(phase, problem)
                 else:
-                    _split(module.graph, group)
+                    _split(module.graph, group, memory)
                     changed = True
             found.append(phase)
         if changed:
@@ -139,26 +143,26 @@ def _left(phase: Phase, reason: str) -> Phase:
 # ------------------------------------------------------------------ surgery
 
 
-def _prepare(group: _Group) -> str:
+def _prepare(group: _Group, memory: Memory) -> str:
     """Move the queries before the first site; says why that cannot be, or ``""``."""
     first = group.members[0][0]
     moves: dict[fx.Node, None] = {}
     for node, given, mark in group.members:
-        wanted = sites.movable(given["query"], first)
+        wanted = sites.movable(given["query"], first, memory)
         if wanted is None:
             return f"the query of {mark.name} is not there before the block's first site"
         moves.update(dict.fromkeys(wanted))
-        if not mark.partial and any(user for user in node.users if node in ops.written_argument(user)):
+        if not mark.partial and any(user for user in node.users if node in written(user)):
             return f"what reads {mark.name} writes into it"
     read = [*group.base, *(given["query"] for _, given, _ in group.members)]
-    write = sites.written_between(first, group.members[-1][0], read)
+    write = memory.written_between(first, group.members[-1][0], read)
     if write is not None:
         return f"{write.name} writes into a source between the block's sites"
     sites.move(list(moves), first)
     return ""
 
 
-def _split(graph: fx.Graph, group: _Group) -> None:
+def _split(graph: fx.Graph, group: _Group, memory: Memory) -> None:
     first, given, _ = group.members[0]
     queries = [arguments["query"] for _, arguments, _ in group.members]
     dim, eps, scale, normalized = (given[name] for name in ("dim", "eps", "scale", "normalized"))
@@ -183,6 +187,7 @@ def _split(graph: fx.Graph, group: _Group) -> None:
                 new = mixed
                 new.meta[sites.SITE] = mark
         node.replace_all_uses_with(new)
+        memory.replaced(node, new)
         graph.erase_node(node)
         if not lse.users:
             graph.erase_node(lse)
