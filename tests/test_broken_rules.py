@@ -11,7 +11,7 @@ from torch import fx
 import attnres_compile as ac
 from attnres_compile import study
 from attnres_compile.passes import detect as detect_pass
-from attnres_compile.passes import facts, memory, ops, refusal, scan, sides, spellings
+from attnres_compile.passes import facts, features, memory, ops, refusal, scan, sides, spellings
 from attnres_compile.passes import rewrite as rewrite_pass
 from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.scan import Scanner
@@ -218,7 +218,10 @@ BREAKS: dict[str, tuple[str, tuple[Change, ...]]] = {
         ((Memory, "_join_storages", _never), (ops, "VIEWS", NONE), (memory, "shared", _nothing)),
     ),
     # features
-    "features are last": ("features first", ((facts, "feature_axis", lambda node: len(facts.tensor(node).shape) - 1),)),
+    "features are last": (
+        "features first",
+        ((features, "axes", lambda root, steps: (len(facts.tensor(root).shape) - 1,) * (len(steps) + 1)),),
+    ),
     "dimensions stay where they are": ("features first", ((facts, "map_axis", lambda node, operand, axis: axis),)),
     # refusals
     "a rejection is forgotten": ("post-norm", ((Scanner, "_reject", _never), (detect_pass, "_reject", _never))),

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from attnres_compile.config import AttnResConfig
-from attnres_compile.passes import facts, ops, refusal
+from attnres_compile.passes import facts, features, ops, refusal
 from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.record import watched
 from attnres_compile.passes.scan import Scan, scan
 from attnres_compile.passes.sides import AddRecord
-from attnres_compile.passes.streams import Detection, Read, Reason, Rejection, ResidualStream, Step, Term
+from attnres_compile.passes.streams import Detection, Read, Reason, Rejection, ResidualStream, Step
 
 
 @dataclass
@@ -248,7 +247,7 @@ def _stream(chain: _Chain, found: Scan) -> ResidualStream | None:
                 anchored=record.anchored,
             )
         )
-    axes = _axes(chain.root, steps)
+    axes = features.axes(chain.root, steps)
     if axes is None:
         return None
     # A state's size, not the root's: a size that an input leaves open is fixed by the first branch.
@@ -280,50 +279,6 @@ def _passes(start: fx.Node, end: fx.Node, found: Scan) -> tuple[fx.Node, ...]:
         path.append(node)
         node = found.carried[node]
     return tuple(reversed(path))
-
-
-def _axes(root: fx.Node, steps: list[Step]) -> tuple[int, ...] | None:
-    """The feature dimension of the root and of every state: what most branches make, seen from the root."""
-    value = facts.tensor(root)
-    if value is None:
-        return None
-    # Where each dimension of the root is in each state.
-    seen: list[list[int | None]] = [list(range(value.dim()))]
-    votes: Counter[int] = Counter()
-    before = root
-    for step in steps:
-        seen.append([_through(axis, before, step) for axis in seen[-1]])
-        made = next((a for term in step.terms if (a := _made_axis(step, term)) is not None), None)
-        if made is not None and made in seen[-1]:
-            votes[seen[-1].index(made)] += 1
-        before = step.node
-    if votes:
-        axis = votes.most_common(1)[0][0]
-    elif value.dim() <= 3:
-        axis = value.dim() - 1
-    else:
-        return None
-    axes = [places[axis] for places in seen]
-    return None if any(a is None for a in axes) else tuple(a for a in axes if a is not None)
-
-
-def _through(axis: int | None, before: fx.Node, step: Step) -> int | None:
-    for node in step.passes:
-        if axis is None:
-            return None
-        axis = facts.map_axis(node, before, axis)
-        before = node
-    return axis
-
-
-def _made_axis(step: Step, term: Term) -> int | None:
-    state, value = facts.tensor(step.node), facts.tensor(term.node)
-    if state is None or value is None:
-        return None
-    if term.product is not None:
-        return state.dim() - 1
-    axis = facts.feature_axis(term.node)
-    return None if axis is None else axis + state.dim() - value.dim()
 
 
 # ------------------------------------------------------------------ reads
