@@ -25,6 +25,7 @@ from attnres_compile.passes import facts
 from attnres_compile.passes.checkpoint import close_regions, make_eager, open_regions
 from attnres_compile.passes.detect import detect
 from attnres_compile.passes.finish import Choices, finish
+from attnres_compile.passes.gradients import unrecorded
 from attnres_compile.passes.plan import BlockPlan, plan
 from attnres_compile.passes.rewrite import QueryNodes, rewrite
 from attnres_compile.passes.streams import ResidualStream
@@ -72,8 +73,11 @@ def rewrite_declared(graph: fx.Graph, options: Mapping[str, Any] | None = None, 
     regions = open_regions(module) if module is not None else []
     position = {node: at for at, node in enumerate(graph.nodes)}
     reasons: list[str] = []
+    # What runs under somebody's no_grad was made for a run that is not.
+    off = unrecorded(graph)
+    records = torch.is_grad_enabled() and not any(d.node in off for d in declared)
     for config in {d.declaration.config for d in declared}:
-        detection = detect(graph, config)
+        detection = detect(graph, config, records)
         reasons += [r.reason.value for r in detection.rejections if r.reason in STREAM_REASONS]
         for stream in detection.streams:
             owner = _owner(stream, [d for d in declared if d.declaration.config == config], position)
@@ -190,7 +194,7 @@ def _check_options(graph: fx.Graph, options: dict[str, Any]) -> None:
 def _late(module: fx.GraphModule, inputs: list[Any], config: AttnResConfig) -> Callable[..., Any]:
     """Convert a graph of a model that was never transformed."""
     regions = open_regions(module)
-    detection = detect(module.graph, config)
+    detection = detect(module.graph, config, torch.is_grad_enabled())
     plans = plan(detection.streams, config)
     if config.strict:
         found = build_report(detection, plans, config)

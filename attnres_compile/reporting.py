@@ -28,6 +28,7 @@ STREAM_REASONS = frozenset(
         Reason.DEPTH_ATTENTION,
         Reason.SHIFTED_STREAM,
         Reason.MUTATED,
+        Reason.GRADIENT_MODE,
         Reason.SHARED_WEIGHTS,
         Reason.DROPOUT_ON_STREAM,
         Reason.CLAMP_ON_STREAM,

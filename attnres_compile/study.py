@@ -70,7 +70,7 @@ class Conversion:
         """
         known = {line for each in to.plans for line in _lines(each)}
         kept = [each for each in self.plans if known & _lines(each)]
-        left = [name for each in self.plans if each not in kept for name in each.queries]
+        left = [*self.left, *(name for each in self.plans if each not in kept for name in each.queries)]
         return replace(self, plans=tuple(kept), left=tuple(left))
 
     def queries(self, owner: nn.Module, config: AttnResConfig, report: TransformReport) -> DepthQueries:
@@ -116,7 +116,7 @@ def study(
         return study_broken(model, inputs, config, traced.breaks)
     open_regions(graph)
     detection = owners.agreeing(model, detect(graph.graph, config))
-    conversions = by_owner(model, detection, config, graph)
+    conversions = _with_unrecorded(model, by_owner(model, detection, config, graph), detection, config, graph)
     extra: tuple[LeftAlone, ...] = ()
     doubtful = [item.path for item in conversions if _writes_in_place(item) or _is_seen_otherwise(item, detection)]
     if doubtful:
@@ -157,6 +157,23 @@ def by_owner(model: nn.Module, detection: Detection, config: AttnResConfig, grap
     return [
         Conversion.of(path, streams, config, graph) for path, streams in owners.streams_of(model, detection).items()
     ]
+
+
+def _switches(detection: Detection) -> bool:
+    return any(left.reason is Reason.GRADIENT_MODE for left in detection.rejections)
+
+
+def _with_unrecorded(
+    model: nn.Module, conversions: list[Conversion], detection: Detection, config: AttnResConfig, graph: fx.GraphModule
+) -> list[Conversion]:
+    """``conversions``, which name the streams that are left alone for their gradients: a graph that is traced under
+    somebody's ``no_grad`` does not show why.
+    """
+    if not _switches(detection):
+        return conversions
+    everything = owners.agreeing(model, detect(graph.graph, config, gradients=False))
+    found = {item.path: item for item in by_owner(model, everything, config, graph)}
+    return [found[item.path].limited(item) if item.path in found else item for item in conversions]
 
 
 def _writes_in_place(item: Conversion) -> bool:
@@ -203,8 +220,14 @@ def _own_conversions(
     for path, graph in capture_owners(model, inputs, dict.fromkeys(paths)).items():
         open_regions(graph)
         detection = detect(graph.graph, config)
-        mine = (stream for stream in detection.streams if owners.path_of(model, [stream]) not in others - {path})
-        item = Conversion.of(path, tuple(mine), config, graph)
+
+        def own(detection: Detection, path: str = path, graph: fx.GraphModule = graph) -> Conversion:
+            mine = (stream for stream in detection.streams if owners.path_of(model, [stream]) not in others - {path})
+            return Conversion.of(path, tuple(mine), config, graph)
+
+        item = own(detection)
+        if _switches(detection):
+            item = own(detect(graph.graph, config, gradients=False)).limited(item)
         found[path] = replace(item, traced=path), left_alone(detection)
     return found
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from attnres_compile.config import AttnResConfig
 from attnres_compile.passes import facts, features, ops, refusal
+from attnres_compile.passes.gradients import apart, unrecorded
 from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.record import watched
 from attnres_compile.passes.scan import Scan, scan
@@ -26,13 +27,15 @@ class _Chain:
 
 
 @watched("detect")
-def detect(graph: fx.Graph, config: AttnResConfig | None = None) -> Detection:
+def detect(graph: fx.Graph, config: AttnResConfig | None = None, gradients: bool = True) -> Detection:
     """Find the residual streams of ``graph``.
 
     Args:
         graph: a torch-level or ATen graph whose nodes carry tensors in ``meta["example_value"]`` or
             ``meta["val"]``.
         config: ``min_sublayers`` and ``depth_loops`` are read; default :class:`AttnResConfig`.
+        gradients: whether gradients are recorded where the graph begins. Where they are not, they are of no concern: a
+            graph that is traced so does not show where it would switch them off.
 
     Returns:
         The streams in graph order. Every add of two floating tensors is in one of them, as a step or inside
@@ -54,6 +57,8 @@ def detect(graph: fx.Graph, config: AttnResConfig | None = None) -> Detection:
             rejections[node] = Rejection(named, node)
     chains = [_trim(_without_unread_end(chain)) for chain in _chains(found, memory)]
     refused = _refusals(chains, found, memory, config)
+    if gradients:
+        refused = {**_unrecorded(chains, found, unrecorded(graph)), **refused}
     streams: list[ResidualStream] = []
     for chain in chains:
         _reject(rejections, chain.trimmed, Reason.NO_LEARNED_BRANCH)
@@ -192,6 +197,35 @@ def _refusals(chains: list[_Chain], found: Scan, memory: Memory, config: AttnRes
             neighbour = links.get(id(chain))
             refused[id(chain)] = neighbour[1] if neighbour else _alone(chain, projected)
     return refused
+
+
+def _unrecorded(chains: list[_Chain], found: Scan, off: set[fx.Node]) -> dict[int, Reason]:
+    """The chains of which a step records no gradient.
+
+    A sum that records none keeps gradients from all that it adds up, and sources that are mixed elsewhere would not;
+    a query that is used only there never trains. What a module does in several calls, one of which records gradients
+    from its first step to its last, is one thing: that call trains the queries.
+    """
+    modes: dict[int, bool | None] = {}
+    places: dict[int, frozenset[tuple[str, str]]] = {}
+    if not off:
+        return {}
+    for chain in chains:
+        nodes: list[fx.Node] = []
+        before = chain.root
+        for record in chain.records:
+            assert record.skip is not None
+            nodes += [*record.adds, *_passes(before, record.skip, found)]
+            before = record.node
+        modes[id(chain)] = apart(nodes, off) if nodes else False
+        lines = [(facts.module_path(record.node), facts.source_line(record.node)) for record in chain.records]
+        places[id(chain)] = frozenset(lines)
+    training = {places[key] for key, mode in modes.items() if mode is False}
+    return {
+        key: Reason.GRADIENT_MODE
+        for key, mode in modes.items()
+        if mode is None or (mode and places[key] not in training)
+    }
 
 
 def _alone(chain: _Chain, projected: set[fx.Node]) -> Reason:

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from attnres_compile.config import AttnResConfig
 from attnres_compile.passes import facts, norms, ops, sites
+from attnres_compile.passes.gradients import switched_between
 from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.norms import Norm
 from attnres_compile.passes.record import watched
@@ -86,6 +87,8 @@ def _norm(site: fx.Node, memory: Memory) -> Norm | str:
     vectors = [vector for vector in (norm.weight, norm.bias) if isinstance(vector, fx.Node)]
     if any(sites.movable(vector, site, memory) is None for vector in vectors):
         return "the norm's parameters are computed after the site"
+    if switched_between(site, norm.out):
+        return "gradients are switched between the site and the norm"
     write = memory.written_between(site, norm.out, [site, *norm.inside, *vectors])
     return f"{write.name} writes into what the norm reads" if write is not None else norm
 
@@ -119,6 +122,8 @@ def _add(site: fx.Node, given: dict[str, Any], memory: Memory) -> _Add | str:
         return "the sum broadcasts"
     if first.dtype != total.dtype or second.dtype != total.dtype:
         return "the sum changes the dtype"
+    if switched_between(node, site):
+        return "gradients are switched between the sum and the site"
     write = memory.written_between(node, site, [node, so_far, branch])
     if write is not None:
         return f"{write.name} writes into what the sum reads"

@@ -18,6 +18,7 @@ class Reason(enum.StrEnum):
     DEPTH_ATTENTION = "depth_attention"
     SHIFTED_STREAM = "shifted_stream"
     MUTATED = "mutated"
+    GRADIENT_MODE = "gradient_mode"
     SHARED_WEIGHTS = "shared_weights"
     DROPOUT_ON_STREAM = "dropout_on_stream"
     CLAMP_ON_STREAM = "clamp_on_stream"
@@ -41,6 +42,7 @@ MESSAGES = {
     Reason.DEPTH_ATTENTION: "the model attends over its own depth already: a softmax weighs its stacked states",
     Reason.SHIFTED_STREAM: "a constant is added to the state itself, and more is done to it before the next add",
     Reason.MUTATED: "a tensor of the stream is written in place where that cannot be undone safely",
+    Reason.GRADIENT_MODE: "steps of the stream record no gradient (no_grad, set_grad_enabled, inference_mode)",
     Reason.SHARED_WEIGHTS: "steps of the stream share weights (a loop); depth_loops=True converts loops over depth",
     Reason.DROPOUT_ON_STREAM: "dropout acts on the stream itself between its adds",
     Reason.CLAMP_ON_STREAM: "a clamp (an overflow guard) acts on the stream itself between its adds",

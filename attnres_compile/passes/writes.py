@@ -304,16 +304,8 @@ def _written_by_module(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module and all in it are torch's own, and nobody hooked code into them."""
-    return all(
-        type(inner).__module__.startswith(("torch.nn.", "torch.ao."))
-        and all(
-            type(hook).__module__.startswith("torch.nn.utils")
-            for hooks in (inner._forward_hooks, inner._forward_pre_hooks)
-            for hook in hooks.values()
-        )
-        for inner in module.modules()
-    )
+    """Whether a module and all in it are torch's own."""
+    return all(type(inner).__module__.startswith(("torch.nn.", "torch.ao.")) for inner in module.modules())
 
 
 # ------------------------------------------------------------------ higher-order operators
@@ -487,6 +479,8 @@ def _computes(node: fx.Node, target: Any, home: str) -> bool:
     """Whether a function without a schema is known to make a tensor of its own."""
     if node.op == "call_method":
         return hasattr(torch.Tensor, str(target))
+    if isinstance(target, (types.BuiltinFunctionType, types.BuiltinMethodType)):
+        return home in _PLAIN_HOMES or not _is_unknown(node)
     return home in _PLAIN_HOMES or home in _TORCH_HOMES or _is_method(target)
 
 

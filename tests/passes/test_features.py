@@ -174,4 +174,4 @@ def test_pictures(norm: Callable[[], nn.Module] | None, relaid: bool) -> None:
     ac.transform(net, x, ac.AttnResConfig(num_blocks=None, lowering="eager"))
     graph = rewritings(Picture(norm, relaid), x)[0].after
     axes = [n.args[2] for n in graph.graph.nodes if n.target is torch.ops.attnres.mix.default]
-    assert axes == ([1, 5, 5] if relaid else [1, 1, 1])
+    assert axes == ([1, 1, 5, 5] if relaid else [1, 1, 1, 1])

@@ -165,19 +165,12 @@ def _mine(x: Tensor, number: int) -> Tensor:
     return x
 
 
-def _hooked() -> nn.Module:
-    layer = nn.Linear(2, 2)
-    layer.register_forward_pre_hook(lambda module, args: args[0].zero_())
-    return layer
-
-
 UNKNOWN: dict[str, Callable[[], fx.Node]] = {
     "somebody's function": lambda: _node(_mine),
     "somebody's lambda": lambda: _node(lambda x, number: x),
     "an autograd function": lambda: _node(torch.autograd.Function.apply),
     "somebody's module": lambda: _node("inner", "call_module", _Mine()),
     "a container with somebody's module": lambda: _node("inner", "call_module", nn.Sequential(nn.ReLU(), _Mine())),
-    "a module with a hook": lambda: _node("inner", "call_module", _hooked()),
     "a module that is not there": lambda: _node("gone", "call_module"),
     "a method that tensors have not": lambda: _node("absorb", "call_method"),
     "an operator without a body": lambda: _node(torch.ops.higher_order.wrap),
