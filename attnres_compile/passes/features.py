@@ -26,6 +26,8 @@ _FURTHER = (
 _LAYER_NORMS = frozenset({"layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"})
 _SPREADS = frozenset({"mean", "var", "std", "var_mean", "norm", "linalg_vector_norm", "vector_norm", "sum"})
 _FURTHEST = 10
+# What readers do, the most telling first: norms and learned vectors, means of a norm by hand, products with weights.
+_LEARNED, _NORMALISED, _CONTRACTED = range(3)
 
 
 def axes(root: fx.Node, steps: Sequence[Step]) -> tuple[int, ...] | None:
@@ -34,8 +36,8 @@ def axes(root: fx.Node, steps: Sequence[Step]) -> tuple[int, ...] | None:
     if value is None:
         return None
     stream = _Stream(root, steps, value.dim())
-    for votes in (stream.normalised, stream.contracted, stream.made):
-        named = set(votes())
+    for votes in (stream.read(_LEARNED), stream.read(_NORMALISED), stream.read(_CONTRACTED), stream.made()):
+        named = set(votes)
         if named:
             if len(named) > 1:
                 return None
@@ -62,15 +64,11 @@ class _Stream:
             self.states.append(places)
             self.starts.append((step.node, places))
         self.stops = self.adds | carriers
-        self.votes: list[tuple[bool, int]] | None = None
+        self.votes: list[tuple[int, int]] | None = None
 
-    def normalised(self) -> Iterator[int]:
-        """Dimensions of the root that readers normalise, scale or shift one by one."""
-        return (axis for normalises, axis in self._read() if normalises)
-
-    def contracted(self) -> Iterator[int]:
-        """Dimensions of the root that readers contract with weights."""
-        return (axis for normalises, axis in self._read() if not normalises)
+    def read(self, how: int) -> Iterator[int]:
+        """Dimensions of the root that readers do ``how`` with."""
+        return (axis for each, axis in self._read() if each == how)
 
     def made(self) -> Iterator[int]:
         """Dimensions of the root that the last contraction or norm of a branch makes."""
@@ -79,7 +77,7 @@ class _Stream:
             if made is not None and made in places:
                 yield places.index(made)
 
-    def _read(self) -> list[tuple[bool, int]]:
+    def _read(self) -> list[tuple[int, int]]:
         if self.votes is None:
             self.votes = []
             for node, places in self.starts:
@@ -97,10 +95,10 @@ class _Stream:
                 seen.add(reader)
                 said = _said(reader, node)
                 if said is not None:
-                    normalises, axis = said
+                    how, axis = said
                     if axis in places:
                         assert self.votes is not None
-                        self.votes.append((normalises, places.index(axis)))
+                        self.votes.append((how, places.index(axis)))
                     if not _is_vector(reader, node):
                         continue
                 if far < _FURTHEST and ops.name_of(reader) in _FURTHER and facts.tensor(reader) is not None:
@@ -114,16 +112,16 @@ def _moved(places: Places, node: fx.Node, operand: fx.Node) -> Places:
 # ------------------------------------------------------------------ what one reader says
 
 
-def _said(reader: fx.Node, node: fx.Node) -> tuple[bool, int] | None:
-    """Whether ``reader`` normalises (or contracts) ``node``, and over which of its dimensions."""
+def _said(reader: fx.Node, node: fx.Node) -> tuple[int, int] | None:
+    """What ``reader`` does with ``node``, and over which of its dimensions."""
     value = facts.tensor(node)
     if value is None or not value.dim():
         return None
     axis = _normalised(reader, node, value.dim())
     if axis is not None:
-        return True, axis % value.dim()
+        return _NORMALISED if ops.name_of(reader) in _SPREADS else _LEARNED, axis % value.dim()
     axis = _contracted(reader, node, value.dim())
-    return None if axis is None else (False, axis % value.dim())
+    return None if axis is None else (_CONTRACTED, axis % value.dim())
 
 
 def _normalised(reader: fx.Node, node: fx.Node, rank: int) -> int | None:
