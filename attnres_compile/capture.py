@@ -225,10 +225,19 @@ def numbers_from_data() -> contextlib.AbstractContextManager[Any]:
     )
 
 
+def recurrent_layers() -> contextlib.AbstractContextManager[Any]:
+    """While open, dynamo traces torch's LSTM, GRU and RNN as one operator each instead of leaving the code around them.
+
+    What runs must do as what was captured did; the setting is this thread's own.
+    """
+    return torch._dynamo.config.patch(allow_rnn=True)  # type: ignore[no-any-return]
+
+
 def _traced(call: _Call, backend: Callable[..., Any], inputs: Inputs, fullgraph: bool) -> None:
     own = types.MethodType(own_code(_Call.__call__, "traced"), call)
     with (
         torch._dynamo.config.patch(suppress_errors=False),
+        recurrent_layers(),
         torch.compiler.set_stance("default"),
         torch.enable_grad(),
     ):

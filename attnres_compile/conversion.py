@@ -40,7 +40,8 @@ class ConvertedForward:
 
     Args:
         owner: the module.
-        route: of its stream, where that runs through graph breaks. Then an outer compiler does not trace into it.
+        route: of its stream, where that runs through graph breaks. Then an outer compiler does not trace into it, nor
+            where it holds recurrent layers of torch.
         regions: paths, relative to it, of modules that the user compiled on their own. Then nothing else is compiled.
     """
 
@@ -49,6 +50,8 @@ class ConvertedForward:
         self.route = route
         self.regions = regions
         self.previous = owner.__dict__.get("forward")
+        # Whether dynamo wants to be told to trace what is inside. An outer compiler was not told.
+        self.recurrent = any(isinstance(module, nn.RNNBase) for module in owner.modules())
         self._compiled: Callable[..., Any] | None = None
         # Whether the module reads numbers from tensors, which tracing must be told. It takes time at each call.
         self.reads_numbers = False
@@ -74,10 +77,12 @@ class ConvertedForward:
             _refuse("torch.export")
         # Not is_compiling(): that is true in every thread while any thread compiles.
         if torch.compiler.is_dynamo_compiling():
-            return self.traced(*args, **kwargs) if self.route is None else self.apart(*args, **kwargs)
+            whole = self.route is None and not self.recurrent
+            return self.traced(*args, **kwargs) if whole else self.apart(*args, **kwargs)
         if torch._C._get_tracing_state() is not None:
             _refuse("torch.jit.trace")
-        return self.run(*args, **kwargs)
+        with capture.recurrent_layers() if self.recurrent else contextlib.nullcontext():
+            return self.run(*args, **kwargs)
 
     def traced(self, *args: Any, **kwargs: Any) -> Any:
         """The code that is traced: the declaring op, then the original forward."""
@@ -97,7 +102,8 @@ class ConvertedForward:
     @torch._compile._disable_dynamo
     def apart(self, *args: Any, **kwargs: Any) -> Any:
         """Run outside of the graph that an outer compiler makes."""
-        return self.run(*args, **kwargs)
+        with capture.recurrent_layers() if self.recurrent else contextlib.nullcontext():
+            return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rewritten module, compiling it at the first call."""

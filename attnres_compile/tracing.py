@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnres_compile.capture import recurrent_layers
 from attnres_compile.comparison import Run, compare, run
 from attnres_compile.dynamo_graphs import own_code
 from attnres_compile.inputs import Inputs
@@ -29,7 +30,7 @@ def traced_run(model: nn.Module, inputs: Inputs, seed: int) -> Run:
     traced = torch.compile(own_code(_call, type(model).__name__), backend="eager")
     inner = model.forward
     model.forward = lambda *args, **kwargs: traced(inner, args, kwargs)
-    with torch.compiler.set_stance("default"):
+    with torch.compiler.set_stance("default"), recurrent_layers():
         return run(model, inputs, seed)
 
 

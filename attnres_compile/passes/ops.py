@@ -53,6 +53,14 @@ INPLACE_SCALES = {
     "itruediv": "div", "__itruediv__": "div", "div_": "div", "divide_": "div", "true_divide_": "div",
 }  # fmt: skip
 
+# Recurrent layers and their cells: called with the data, states to start from, and then the weights.
+RECURRENCES = frozenset(
+    {
+        "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+        "mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "quantized_lstm", "quantized_gru",
+    }
+)  # fmt: skip
+
 # A contraction sums over a dimension of its data against a weight. The value is the axis of its result that
 # holds the features it makes.
 CONTRACTIONS = {
@@ -63,16 +71,19 @@ CONTRACTIONS = {
     "conv1d": 1, "conv2d": 1, "conv3d": 1, "conv_transpose1d": 1, "conv_transpose2d": 1,
     "conv_transpose3d": 1, "convolution": 1, "_convolution": 1,
     "multi_head_attention_forward": -1, "_native_multi_head_attention": -1,
+    **dict.fromkeys(RECURRENCES, -1),
 }  # fmt: skip
 CONTRACTION_MODULES = {
     "Linear": -1, "Bilinear": -1, "Conv1d": 1, "Conv2d": 1, "Conv3d": 1, "ConvTranspose1d": 1,
     "ConvTranspose2d": 1, "ConvTranspose3d": 1, "MultiheadAttention": -1, "LSTM": -1, "GRU": -1, "RNN": -1,
+    "LSTMCell": -1, "GRUCell": -1, "RNNCell": -1,
     "NonDynamicallyQuantizableLinear": -1,
 }  # fmt: skip
 # What operators that attend are called, whoever wrote them; and what else lets one token see another.
 ATTENTION_MARKS = ("attention", "attn", "module:multiheadattention")
 TOKEN_MIXERS = frozenset(
     {
+        "lstm", "gru", "rnn_tanh", "rnn_relu", "mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn",
         "fft_fft", "fft_fft2", "fft_fftn", "fft_rfft", "fft_rfft2", "fft_irfft2", "_fft_r2c", "_fft_c2c", "roll",
         "flip", "cumsum", "cumprod", "logcumsumexp", "scan", "associative_scan", "while_loop", "avg_pool1d",
         "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d", "unfold", "module:LSTM", "module:GRU",

@@ -143,7 +143,9 @@ class Scanner:
         # What somebody else's operator does with data and a matrix of the model is taken for a product.
         foreign = ops.is_foreign(name) and not all(self.constant[i] for i in node.all_input_nodes)
         if name in ops.CONTRACTIONS or foreign:
-            return next((i for i in node.all_input_nodes if self.constant[i] and self.rank[i] >= 2), None)
+            # A recurrent layer's own weights stand behind the state that it starts from, which may be a parameter.
+            inputs = reversed(node.all_input_nodes) if name in ops.RECURRENCES else node.all_input_nodes
+            return next((i for i in inputs if self.constant[i] and self.rank[i] >= 2), None)
         if name.startswith("module:"):
             module = ops.module_of(node)
             weighty = module is not None and any(p.dim() >= 2 for p in module.parameters())
