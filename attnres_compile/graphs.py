@@ -18,6 +18,7 @@ from attnres_compile.errors import CaptureError
 from attnres_compile.parameters import CHILD, Declaration, DepthQueries
 from attnres_compile.passes import facts
 from attnres_compile.passes.fuse_norm import fuse_norm
+from attnres_compile.passes.modes import fix_modes
 from attnres_compile.passes.plan import BlockPlan
 from attnres_compile.passes.rewrite import QueryNodes, rewrite
 from attnres_compile.passes.two_phase import two_phase
@@ -147,7 +148,9 @@ def rewritten(
     with graph.inserting_before(first):
         nodes = {site: bring(queries.keys[site], q) for site, q in queries.queries().items()}
         norms = {site: bring(f"{queries.keys[site]}_key_norm", k) for site, k in queries.key_norms().items()}
+    before = list(graph.nodes)
     rewrite(graph, plans, {site: QueryNodes(node, norms.get(site)) for site, node in nodes.items()}, config)
+    fix_modes(module, before)
     module.recompile()
     return module
 

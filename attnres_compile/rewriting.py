@@ -25,6 +25,7 @@ from attnres_compile.parameters import CHILD, DepthQueries
 from attnres_compile.passes import facts, sites
 from attnres_compile.passes.checkpoint import Region, close_regions
 from attnres_compile.passes.fuse_norm import fuse_norm
+from attnres_compile.passes.modes import fix_modes
 from attnres_compile.passes.plan import BlockPlan
 from attnres_compile.passes.rewrite import QueryNodes, rewrite
 from attnres_compile.passes.two_phase import two_phase
@@ -135,7 +136,10 @@ def _rewriting(
     for item in items:
         child = item.queries(model.get_submodule(item.path), config, TransformReport())
         pairs = _bring(copies, child, item, queries)
+        nodes = list(module.graph.nodes)
         rewrite(module.graph, item.plans, pairs, config)
+        if isinstance(model, fx.GraphModule):
+            fix_modes(module, nodes)
         copies.name_new(item)
     close_regions(module, regions or [])
     if "on" in (config.two_phase, config.fuse):
