@@ -14,6 +14,7 @@ from attnres_compile.errors import ConfigError
 Gain = Literal["sum", "mean"]
 Value = Literal["raw", "normalized"]
 Queries = Literal["state", "reader"]
+Calls = Literal["shared", "separate"]
 Lowering = Literal["inductor", "eager"]
 Choice = Literal["auto", "on", "off"]
 
@@ -43,6 +44,8 @@ class AttnResConfig:
         logit_scale: factor on the logits, dimensionless; default 1.0. ``"rsqrt_dim"`` is ``d ** -0.5``.
         queries: ``"state"`` (default): one pseudo-query per read value of the stream; ``"reader"``: one per
             module that reads it.
+        calls: several calls of one network in one forward, on the same weights (energy and forces, a siamese encoder):
+            ``"shared"`` (default): one set of queries for all; ``"separate"``: a set for each.
         min_sublayers: a stream of fewer residual steps is left alone; default 3.
         depth_loops: convert streams whose steps share weights (a loop over depth); default ``False``, because
             a loop over time looks the same.
@@ -68,6 +71,7 @@ class AttnResConfig:
     value: Value = "raw"
     logit_scale: float | Literal["rsqrt_dim"] = 1.0
     queries: Queries = "state"
+    calls: Calls = "shared"
     min_sublayers: int = 3
     depth_loops: bool = False
     strict: bool = False
@@ -89,6 +93,7 @@ class AttnResConfig:
             ("gain", Gain),
             ("value", Value),
             ("queries", Queries),
+            ("calls", Calls),
             ("lowering", Lowering),
             ("two_phase", Choice),
             ("fuse", Choice),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnres_compile import backend, capture, function_transforms
+from attnres_compile import backend, capture, function_transforms, hooks
 from attnres_compile.crossing import journey
 from attnres_compile.crossing.piece import compiled_in_pieces
 from attnres_compile.crossing.regions import Regions
@@ -55,6 +55,8 @@ class ConvertedForward:
         self._compiled: Callable[..., Any] | None = None
         # Whether the module reads numbers from tensors, which tracing must be told. It takes time at each call.
         self.reads_numbers = False
+        # The hooks of all modules that there are. A text: dynamo takes numbers that change for sizes.
+        self.hooked = ""
         _serve_inductor()
 
     @property
@@ -87,6 +89,8 @@ class ConvertedForward:
     def traced(self, *args: Any, **kwargs: Any) -> Any:
         """The code that is traced: the declaring op, then the original forward."""
         owner = self._attnres_owner  # type: ignore[attr-defined]
+        if self.hooked == "none":
+            pass  # Read, so that what is compiled holds for these hooks alone.
         queries = owner.attnres
         torch.ops.attnres.declare.default(queries.token, queries.tensors(), queries.text)
         if self.previous is not None:
@@ -113,6 +117,7 @@ class ConvertedForward:
         if queries.token.device != query.device:
             # Loaded with ``assign=True`` into a model made on the meta device: the token is in no state_dict.
             queries.token = torch.zeros_like(queries.token, device=query.device)
+        self._look_at_hooks()
         if function_transforms.active():
             return self._transformed(queries, args, kwargs)
         instead = _INSTEAD.get()
@@ -133,6 +138,18 @@ class ConvertedForward:
                 result = self._once_more(compiled, error, args, kwargs)
         self._all_ran(tally.sites, len(queries.declaration.sites))
         return result
+
+    def _look_at_hooks(self) -> None:
+        hooked = hooks.of_all_modules()
+        if hooked == self.hooked:
+            return
+        if self.route is not None and self._compiled is not None:
+            raise PlanMismatchError(
+                "hooks of all modules (register_module_forward_hook and the like) were registered or removed after "
+                f"the first call of a converted {type(self.owner).__name__} whose stream runs through graph breaks",
+                remedy="Register them before the first call; or revert the model, register them, and transform it",
+            )
+        self.hooked = hooked
 
     def _travel(self, route: Route, queries: DepthQueries, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run in pieces, with the stream's sources beside them."""
@@ -269,7 +286,7 @@ def _own_code(forward: ConvertedForward, function: Any = ConvertedForward.traced
 
 def _unwrapped(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call, and raise an error of ours as itself instead of inside dynamo's."""
-    with without_fast_path():
+    with without_fast_path(), hooks.guarded():
         try:
             return call(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:

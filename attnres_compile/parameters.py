@@ -6,7 +6,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import PlanMismatchError
-from attnres_compile.passes.plan import BlockPlan
+from attnres_compile.passes.plan import BlockPlan, SitePlan
 from attnres_compile.recorded import RECORD, Record
 from attnres_compile.report import TransformReport
 
@@ -54,7 +54,35 @@ class Declaration:
 
     def wanted(self, plans: Sequence[BlockPlan]) -> tuple[BlockPlan, ...]:
         """``plans`` without those that are left alone."""
-        return tuple(plan for plan in plans if not plan.queries or not set(plan.queries) <= set(self.left))
+        left = set(self.left)
+        return tuple(
+            plan for plan in plans if not ({site.query for site in plan.sites if site.num_sources > 1} or {""}) <= left
+        )
+
+    def recognised(self, plans: Sequence[BlockPlan]) -> tuple[BlockPlan, ...]:
+        """``plans`` with the names that this declaration has for their sites.
+
+        A site is named after what reads it first, and what looks at a model (a hook that was registered since) reads
+        it, too. So a site that stands where a declared one stands, and that is still read by what that one is named
+        after, is the same. Where anything else differs, the plans stay as they are, for :meth:`check` to refuse.
+        """
+        wanted = self.wanted(plans)
+        sites = [site for plan in wanted for site in plan.sites if site.name in plan.queries]
+        readers = [name.partition(":")[0] for name in self.sites]
+        if len(sites) != len(self.sites) or not all(
+            reader in site.label for reader, site in zip(readers, sites, strict=True)
+        ):
+            return wanted
+        names = {site.name: name for site, name in zip(sites, self.sites, strict=True)}
+        others = [site.name for plan in wanted for site in plan.sites if site.name not in names]
+        if set(others) & set(self.sites):
+            return wanted
+
+        def named(site: SitePlan) -> SitePlan:
+            shares = None if site.shares is None else names[site.shares]
+            return replace(site, name=names.get(site.name, site.name), shares=shares)
+
+        return tuple(replace(plan, sites=tuple(map(named, plan.sites))) for plan in wanted)
 
     @classmethod
     def from_text(cls, text: str) -> Declaration:

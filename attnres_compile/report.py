@@ -48,7 +48,8 @@ class Site:
         name: unique in the model; the key in :func:`attnres_compile.pseudo_queries`.
         readers: module paths of what reads it (``"output"`` for a returned value).
         sources: names of its sources in depth order: ``"root"``, ``"block 1"``.., ``"partial 2"``.
-        query: name of its pseudo-query, equal to ``name``; ``None`` for a site with one source (a bypass).
+        query: name of its pseudo-query: ``name``, or that of the same site in an earlier call of the same network
+            (``calls="shared"``); ``None`` for a site with one source (a bypass).
         index: number of sublayers behind the value that it reads; 0 is the root.
         kind: what the sublayer that reads it computes: ``"attention"``, ``"mlp"`` or ``"other"``; ``"output"`` behind
             the last one, ``""`` where that was not asked.

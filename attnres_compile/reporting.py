@@ -116,7 +116,7 @@ def _site(site: SitePlan, plan: BlockPlan, prefix: str) -> Site:
         name=join(prefix, site.name),
         readers=tuple(label if label == "output" else join(prefix, label) for label in site.label),
         sources=site.sources,
-        query=join(prefix, site.name) if site.num_sources > 1 else None,
+        query=join(prefix, site.query) if site.num_sources > 1 else None,
         index=site.index,
         kind=reader_kind(plan.stream, site.index, site.readers),
         **_facts(plan.stream.state(site.index)),

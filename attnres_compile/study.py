@@ -373,7 +373,7 @@ def refuse(conversions: Sequence[Conversion], whole: TransformReport, config: At
 def share(whole: TransformReport, path: str, config: AttnResConfig, first: bool) -> TransformReport:
     """One converted module's share of the report; what belongs to none goes to the first."""
     streams = tuple(stream for stream in whole.streams if stream.owner == path)
-    queries = sum(stream.feature_dim * sum(site.query is not None for site in stream.sites) for stream in streams)
+    queries = sum(stream.feature_dim * sum(site.query == site.name for site in stream.sites) for stream in streams)
     names = {stream.name for stream in streams}
     phases = tuple(phase for phase in whole.phases if phase.stream in names)
     part = TransformReport(streams, parameters_added=queries * parameters_per_site(config), phases=phases)

@@ -87,6 +87,10 @@ _OPTIONS: dict[str, Any] = {
         str | None,
         _option("--queries", "One query per read state (default) or per module that reads it.", "state|reader"),
     ],
+    "calls": Annotated[
+        str | None,
+        _option("--calls", "Queries of several calls of one network; shared (default) or separate.", "shared|separate"),
+    ],
     "min_sublayers": Annotated[
         int | None,
         _option("--min-sublayers", f"Shorter streams are left alone; {_DEFAULT.min_sublayers} if unsaid.", "N"),

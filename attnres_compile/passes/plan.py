@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from attnres_compile.config import AttnResConfig
 from attnres_compile.passes import facts
+from attnres_compile.passes.calls import first_calls
 from attnres_compile.passes.streams import Read, ResidualStream
 
 
@@ -23,6 +24,7 @@ class SitePlan:
         blocks: number of complete blocks it sees.
         partial: whether it also sees the sum of the block in progress.
         label: module paths of what reads it.
+        shares: name of the site whose query it uses, where another call of the same network has one; else ``None``.
     """
 
     name: str
@@ -31,6 +33,12 @@ class SitePlan:
     blocks: int
     partial: bool
     label: tuple[str, ...]
+    shares: str | None = None
+
+    @property
+    def query(self) -> str:
+        """Name of the query it uses: its own, unless it shares one."""
+        return self.shares or self.name
 
     @property
     def num_sources(self) -> int:
@@ -62,8 +70,8 @@ class BlockPlan:
 
     @property
     def queries(self) -> tuple[str, ...]:
-        """Names of the sites that need a query, in depth order."""
-        return tuple(site.name for site in self.sites if site.num_sources > 1)
+        """Names of the sites that need a query of their own, in depth order."""
+        return tuple(site.name for site in self.sites if site.num_sources > 1 and site.shares is None)
 
 
 def block_ranges(sublayers: int, config: AttnResConfig) -> tuple[range, ...]:
@@ -100,7 +108,29 @@ def plan(streams: tuple[ResidualStream, ...], config: AttnResConfig, prefix: str
                 name = _unique(label[0], taken)
                 sites.append(SitePlan(name, read.index, readers, done, partial, label))
         plans.append(BlockPlan(f"stream{number}", stream, blocks, tuple(sites)))
-    return tuple(plans)
+    if config.calls == "separate":
+        return tuple(plans)
+    first = first_calls(streams)
+    return tuple(
+        each if first[number] == number else replace(each, sites=_shared(each, plans[first[number]]))
+        for number, each in enumerate(plans)
+    )
+
+
+def _shared(plan: BlockPlan, first: BlockPlan) -> tuple[SitePlan, ...]:
+    """The sites of a later call of a network with the queries of its first call: by the states that they read, and
+    where a state has several, by what reads it. What only the later call reads has a query of its own.
+    """
+    free = [site for site in first.sites if site.num_sources > 1]
+    sites: list[SitePlan] = []
+    for site in plan.sites:
+        here = [each for each in free if each.index == site.index]
+        alone = sum(each.index == site.index for each in plan.sites) == 1 and len(here) == 1
+        same = next((each for each in here if alone or each.label[0] == site.label[0]), None)
+        if same is not None:
+            free.remove(same)
+        sites.append(site if same is None else replace(site, shares=same.name))
+    return tuple(sites)
 
 
 def _groups(read: Read, config: AttnResConfig, prefix: str) -> list[tuple[tuple[str, ...], tuple[fx.Node, ...]]]:

@@ -240,7 +240,7 @@ class _Surgery:
 
     def _mix(self, stream: str, site: SitePlan, sources: list[fx.Node], axis: int, step: Step) -> fx.Node:
         origin = next((r for r in site.readers if r.meta.get("nn_module_stack")), step.node)
-        parameters = self.queries[site.name]
+        parameters = self.queries[site.query]
         query = parameters.query
         if parameters.key_norm is not None:
             query = self._emit(aten.mul.Tensor, (query, parameters.key_norm), origin, like=query)

@@ -50,7 +50,7 @@ def summary(found: TransformReport, title: str) -> Text:
     if not found.streams:
         return text.append("no residual stream can be converted", style="bold red")
     sublayers = sum(len(stream.sublayers) for stream in found.streams)
-    queries = sum(site.query is not None for stream in found.streams for site in stream.sites)
+    queries = sum(site.query == site.name for stream in found.streams for site in stream.sites)
     text.append(
         f"{_count(len(found.streams), 'residual stream')}, {_count(sublayers, 'sublayer')}, "
         f"{_count(queries, 'query', 'queries')}, {_count(found.parameters_added, 'parameter')} added",

@@ -126,12 +126,12 @@ class Siamese(nn.Module):
 
 
 def test_a_module_that_is_called_twice() -> None:
-    """Each call has its stream, and each stream its queries; who makes the calls owns them."""
+    """Each call has its stream, and with ``calls="separate"`` its queries; who makes the calls owns them."""
     model = randomize(Siamese()).eval()
     a, b = example(seed=1), example(seed=2)
     names = dict(model.named_parameters())
     want = outputs_and_gradients(model, names, (a, b))
-    config = ac.AttnResConfig(num_blocks=2, lowering="eager")
+    config = ac.AttnResConfig(num_blocks=2, lowering="eager", calls="separate")
     ac.transform(model, (a, b), config)
     assert [(stream.owner, len(stream.sublayers)) for stream in ac.report(model).streams] == [("", SUBLAYERS)] * 2
     got = outputs_and_gradients(model, names, (a, b))
