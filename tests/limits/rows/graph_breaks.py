@@ -48,6 +48,19 @@ CONDITION = Condition(
     title="Graph breaks, regional compilation, hooks on layers",
     holds=(
         Holds(
+            "hooks on inner modules, or on all modules, that are registered or removed after the first call, "
+            "parametrisations and pruning: they run as on the original. Hooks on the backward of a module raise "
+            "`PlanMismatchError`, because dynamo does not trace them. Inside a `torch.compile` of your own, dynamo "
+            "does not look for hooks that came later, converted or not: "
+            "`torch._dynamo.config.skip_nnmodule_hook_guards = False` makes it",
+            (
+                "tests/test_hooks.py::test_what_comes_after_the_first_call_runs_and_goes",
+                "tests/test_hooks.py::test_through_graph_breaks",
+                "tests/test_hooks.py::test_hooks_of_all_modules",
+                "tests/test_hooks.py::test_backward_hooks_are_refused",
+            ),
+        ),
+        Holds(
             "prints, values read from the stream, data-dependent branches, hooks (also ones that return views) and "
             "attention that is not compiled: the stream goes on behind the break, and the depth attention is that of "
             "the same network without a break, at zero and at random queries, gradients included",

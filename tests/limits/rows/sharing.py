@@ -58,10 +58,10 @@ CONDITION = Condition(
             (_SHARED + "test_a_layer_that_comes_back_once",),
         ),
         Holds(
-            "a network that is called several times in one forward, by modules, functions or `torch.func.grad` (energy and "
-            'forces): a stream per call, all with one set of queries; with `calls="separate"` a set for each. Calls are '
-            "told by the lines and weights of their steps: a graph from `torch.fx.symbolic_trace`, which has no lines, has "
-            "a set for each",
+            "a network that is called several times in one forward, by modules, functions or `torch.func.grad` (energy "
+            'and forces): a stream per call, all with one set of queries; with `calls="separate"` a set for each. '
+            "Calls are told by the lines and weights of their steps: a graph from `torch.fx.symbolic_trace`, which has "
+            "no lines, has a set for each",
             (
                 "tests/test_calls.py::test_forces_are_the_gradient_of_the_energy",
                 "tests/test_calls.py::test_calls_are_one_network_with_one_set_of_queries",

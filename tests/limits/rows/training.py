@@ -71,6 +71,11 @@ CONDITION = Condition(
         "(`tests/conditions/test_checkpointing.py::test_under_inductor_the_stream_is_not_lost`). Use "
         '`lowering="eager"` '
         "for gradient penalties.",
+        "The gradient of the loss with respect to a returned state of the stream, as `autograd.grad` takes it for "
+        "saliency maps, is another one than the original's even at zero queries: what comes behind reads the "
+        "sources, of which that state is a mix, and no longer the state itself. Gradients of parameters and inputs "
+        "are the original's. Take the gradient with respect to the input of the layer's branch or to its output, or "
+        "`revert` the model first.",
         "`torch.compile` around a transform of a converted model (`torch.compile(torch.func.grad(f))`) is not "
         "needed, and computes the same or raises: where dynamo leaves the transform to Python it runs as above; "
         "where it traces through it, no weight in the graph is a parameter any more, and our `PlanMismatchError` "
