@@ -21,6 +21,7 @@ FIELDS: dict[str, Any] = {
     "value": "raw",
     "logit_scale": 1.0,
     "queries": "state",
+    "calls": "shared",
     "min_sublayers": 3,
     "depth_loops": False,
     "strict": False,
