@@ -39,6 +39,7 @@ OTHERS: dict[str, Any] = {
     "value": "normalized",
     "logit_scale": "rsqrt_dim",
     "queries": "reader",
+    "calls": "separate",
     "min_sublayers": 1,
     "depth_loops": True,
     "strict": True,
