@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from attnres_compile.dynamo_graphs import copy_graph_module, own_code
+from attnres_compile.dynamo_graphs import CompiledCall, copy_graph_module, own_code
 from attnres_compile.errors import AttnResError, CaptureError, GraphBreakError
 from attnres_compile.inputs import Inputs
 from attnres_compile.passes import facts
@@ -241,7 +241,7 @@ def _traced(call: _Call, backend: Callable[..., Any], inputs: Inputs, fullgraph:
         torch.compiler.set_stance("default"),
         torch.enable_grad(),
     ):
-        torch.compile(own, backend=backend, fullgraph=fullgraph)(*inputs.args, **inputs.kwargs)
+        CompiledCall(own, backend, fullgraph=fullgraph)(*inputs.args, **inputs.kwargs)
 
 
 def _stop_inside(error: BaseException | None) -> _Stop | None:

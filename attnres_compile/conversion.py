@@ -22,7 +22,7 @@ from attnres_compile.crossing import journey
 from attnres_compile.crossing.piece import compiled_in_pieces
 from attnres_compile.crossing.regions import Regions
 from attnres_compile.crossing.route import Route
-from attnres_compile.dynamo_graphs import own_code
+from attnres_compile.dynamo_graphs import CompiledCall, own_code
 from attnres_compile.errors import AttnResError, GraphBreakError, PlainExecutionError, PlanMismatchError
 from attnres_compile.guarding import without_fast_path
 from attnres_compile.inputs import Inputs
@@ -53,6 +53,8 @@ class ConvertedForward:
         # Whether dynamo wants to be told to trace what is inside. An outer compiler was not told.
         self.recurrent = any(isinstance(module, nn.RNNBase) for module in owner.modules())
         self._compiled: Callable[..., Any] | None = None
+        # The same for the transforms of torch.func.
+        self._compiled_apart: Callable[..., Any] | None = None
         # Whether the module reads numbers from tensors, which tracing must be told. It takes time at each call.
         self.reads_numbers = False
         # The hooks of all modules that there are. A text: dynamo takes numbers that change for sizes.
@@ -171,12 +173,13 @@ class ConvertedForward:
         if self.route is not None:
             function_transforms.refuse(self.owner)
 
-        def make() -> Callable[..., Any]:
+        compiled = self._compiled_apart
+        if compiled is None:
             # Whatever else it is lowered to, transforms want the graph op by op.
-            return self._compile(function_transforms.backend(backend.ConvertedBackend(self.owner, "eager")))
-
+            compiler = function_transforms.backend(backend.ConvertedBackend(self.owner, "eager"))
+            compiled = self._compiled_apart = self._compile(compiler)
         with counting() as tally:
-            result = _unwrapped(lambda *a, **k: function_transforms.run(self, make, a, k), args, kwargs)
+            result = _unwrapped(lambda *a, **k: function_transforms.run(self.owner, compiled, a, k), args, kwargs)
         self._all_ran(tally.sites, len(queries.declaration.sites))
         return result
 
@@ -189,8 +192,7 @@ class ConvertedForward:
             )
 
     def _compile(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(_own_code(self), backend=compiler)
-        return compiled
+        return CompiledCall(_own_code(self), compiler)
 
     def _once_more(
         self, compiled: Callable[..., Any], error: PlanMismatchError, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -224,7 +226,7 @@ class ConvertedForward:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": None}
+        return {**self.__dict__, "_compiled": None, "_compiled_apart": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

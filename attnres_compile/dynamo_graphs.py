@@ -1,13 +1,17 @@
-"""Graphs as dynamo hands them over; knows its internals, as :mod:`backend` does."""
+"""Graphs as dynamo hands them over, and code as it takes it; knows its internals, as :mod:`backend` does."""
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import fx, nn
+from torch._C._dynamo.eval_frame import reset_code
 
 from attnres_compile.passes import facts
 
@@ -45,10 +49,55 @@ def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     dynamo keeps its compiled variants, their limit and what it knows of changing sizes by code object: everything that
     is compiled through one function would share them.
+
+    The variants go with the function. dynamo maps each one to the code that it was made of, and that code holds it:
+    without ``torch._dynamo.reset()`` neither would ever be freed.
     """
     original = cast(types.FunctionType, function)
     code = original.__code__.replace(co_name=f"{name}_{next(_NUMBERS)}")
-    return types.FunctionType(code, original.__globals__, code.co_name, original.__defaults__, original.__closure__)
+    made = types.FunctionType(code, original.__globals__, code.co_name, original.__defaults__, original.__closure__)
+    weakref.finalize(made, reset_code, code).atexit = False
+    return made
+
+
+class _Backend:
+    """What dynamo is given for a backend. It keeps every one for good, over ``torch._dynamo.reset()`` too in some
+    versions, and in the compiled variants of the user's code: so this knows no model, and asks who calls.
+    """
+
+    def __call__(self, module: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        serving = _SERVING.get()
+        assert serving is not None and serving.backend is self, "compiled outside of the call that it is for"
+        return serving.compiler(module, example_inputs)
+
+
+class CompiledCall:
+    """``function``, compiled by dynamo with ``compiler`` as the backend, both of which live as long as this does.
+
+    Two of these never share a graph, not even of code that both call.
+
+    Args:
+        function: what to compile, with a code object of its own: see :func:`own_code`.
+        compiler: makes a callable of a graph and its example inputs. What it makes must not hold a model: it is kept
+            with the code, where no garbage collector looks.
+        options: further ones of ``torch.compile``.
+    """
+
+    def __init__(self, function: Callable[..., Any], compiler: Callable[..., Any], **options: Any) -> None:
+        self.compiler = compiler
+        self.backend = _Backend()
+        self._call: Callable[..., Any] = torch.compile(function, backend=self.backend, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        token = _SERVING.set(self)
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            _SERVING.reset(token)
+
+
+# Whose code runs, in each thread. dynamo compiles in the thread that calls.
+_SERVING: contextvars.ContextVar[CompiledCall | None] = contextvars.ContextVar("attnres_serving", default=None)
 
 
 def _name_modules(graph: fx.Graph, model: nn.Module) -> None:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +22,6 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from attnres_compile.errors import PlainExecutionError
-
-
-class Converted(Protocol):
-    """What is asked of a converted module's ``forward``."""
-
-    @property
-    def owner(self) -> nn.Module: ...
 
 
 def active() -> bool:
@@ -79,7 +71,6 @@ class _StandIns:
 
 
 _STAND_INS: contextvars.ContextVar[_StandIns | None] = contextvars.ContextVar("attnres_stand_ins", default=None)
-_COMPILED: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
 
 def backend(compiler: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
@@ -102,25 +93,20 @@ def backend(compiler: Callable[..., Callable[..., Any]]) -> Callable[..., Callab
 
 # An outer compiler must not trace what takes transforms off.
 @torch._compile._disable_dynamo
-def run(
-    forward: Converted, make: Callable[[], Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call the converted module under the transforms that are at work.
+def run(owner: nn.Module, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a converted module under the transforms that are at work.
 
     Args:
-        forward: the converted module's.
-        make: compiles it for this, with a backend that :func:`backend` returned; called once.
+        owner: the module.
+        compiled: it, compiled by what :func:`backend` returned.
         args, kwargs: of the call.
     """
-    if forward not in _COMPILED:
-        _COMPILED[forward] = make()
-    compiled = _COMPILED[forward]
     with pyfunctorch.temporarily_clear_interpreter_stack() as stack:
         stand_ins = _StandIns(stack)
         token = _STAND_INS.set(stand_ins)
         try:
             given, named = pytree.tree_map(stand_ins.of, (args, kwargs))
-            with _standing_in(forward.owner, stand_ins):
+            with _standing_in(owner, stand_ins):
                 result = compiled(*given, **named)
         finally:
             _STAND_INS.reset(token)

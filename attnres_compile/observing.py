@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from attnres_compile.backend import DECLARE, anchor_of, rewrite_declared
 from attnres_compile.config import AttnResConfig
 from attnres_compile.conversion import compiled_by
-from attnres_compile.dynamo_graphs import copy_graph_module, own_code
+from attnres_compile.dynamo_graphs import CompiledCall, copy_graph_module, own_code
 from attnres_compile.guarding import Guard, untouched
 from attnres_compile.inputs import Inputs
 from attnres_compile.kernels.plain import compute_dtype, spread
@@ -313,8 +313,7 @@ class _Held:
 def _compiled_apart(module: nn.Module, compiler: Callable[..., Any]) -> Callable[..., Any]:
     """``module``, compiled through a code object of its own."""
     twin = own_code(_Held.call, f"{type(module).__name__}_observed")
-    compiled: Callable[..., Any] = torch.compile(types.MethodType(twin, _Held(module)), backend=compiler)
-    return compiled
+    return CompiledCall(types.MethodType(twin, _Held(module)), compiler)
 
 
 def observe(model: nn.Module, inputs: Inputs, stores: list[DepthQueries]) -> dict[tuple[DepthQueries, str], Moments]:

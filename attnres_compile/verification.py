@@ -9,7 +9,6 @@ or compiled, one phase or two (arXiv 2603.15031, Algorithm 1), sites fused with 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -212,6 +211,7 @@ class _Work:
         self.originals: dict[torch.dtype, Result] = {}
         self.lowest: dict[torch.dtype, torch.dtype] = {}
         self.broken: dict[torch.dtype, str] = {}
+        self.rounding: dict[torch.dtype, Apart] = {}
         for dtype in self.order:
             self._run_original(dtype)
         self.finest = next(dtype for dtype in self.dtypes if dtype in self.originals)
@@ -348,9 +348,10 @@ class _Work:
         own = self._own_rounding(measure).error if measure in self.originals else 0.0
         return tolerance_for(lowest, self.queries, own)
 
-    @functools.cache  # noqa: B019 - lives as long as the check
     def _own_rounding(self, dtype: torch.dtype) -> Apart:
-        return apart(self.originals[self.finest], self.originals[dtype])
+        if dtype not in self.rounding:
+            self.rounding[dtype] = apart(self.originals[self.finest], self.originals[dtype])
+        return self.rounding[dtype]
 
     def _rounding(self, dtype: torch.dtype) -> Check:
         own = self._own_rounding(dtype)
