@@ -185,6 +185,9 @@ def _function_name(target: Any) -> str:
     if isinstance(target, torch._ops.HigherOrderOperator):
         return str(target.name())
     name = str(getattr(target, "__name__", None) or type(target).__name__)
+    if name == "trampoline_autograd_apply":
+        # What dynamo calls in the place of a function with a gradient of its own that it is told not to look into.
+        return name
     home = getattr(target, "__module__", None) or "torch"
     if home.split(".")[0] in _HOME_MODULES:
         return name
@@ -193,7 +196,7 @@ def _function_name(target: Any) -> str:
 
 def is_foreign(name: str) -> bool:
     """Whether an op of this name is somebody else's operator, or a function with a gradient of its own."""
-    return "::" in name or name == "autograd_function_apply"
+    return "::" in name or name in ("autograd_function_apply", "trampoline_autograd_apply")
 
 
 def is_metadata(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attnres_compile.passes import facts, lookalikes, ops
+from attnres_compile.passes import bodies, facts, lookalikes, ops
 from attnres_compile.passes.bits import Bits
 from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.sides import AddRecord, Side
@@ -150,7 +150,7 @@ class Scanner:
             module = ops.module_of(node)
             weighty = module is not None and any(p.dim() >= 2 for p in module.parameters())
             return node if weighty and name.removeprefix("module:") in ops.CONTRACTION_MODULES else None
-        return None
+        return bodies.learned_operand(node, self.rank, lambda inner: inner in ops.CONTRACTIONS or ops.is_foreign(inner))
 
     def _passed_operand(self, node: fx.Node, name: str) -> fx.Node | None:
         """The operand whose every element ``node`` hands on, maybe cast, re-laid or scaled; else ``None``."""
