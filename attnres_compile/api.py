@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from attnres_compile import data_parallel, graphs
+from attnres_compile.accepting import refuse_no_graph, refuse_strangers
 from attnres_compile.config import AttnResConfig
 from attnres_compile.conversion import ConvertedForward
 from attnres_compile.crossing.regions import unwrap
@@ -24,6 +25,7 @@ from attnres_compile.reporting import join
 from attnres_compile.study import Conversion, refuse, refuse_wrapped, share, study, study_graph
 
 
+@torch.inference_mode(False)
 def explain(model: nn.Module, example_inputs: Any, config: AttnResConfig | None = None) -> TransformReport:
     """Say what :func:`transform` would do. Changes nothing and, unless tracing breaks, runs nothing.
 
@@ -38,7 +40,7 @@ def explain(model: nn.Module, example_inputs: Any, config: AttnResConfig | None 
         gives a report without streams.
 
     Raises:
-        AlreadyTransformedError, AlreadyCompiledError, InputsError: see :func:`transform`.
+        ModelError, AlreadyTransformedError, AlreadyCompiledError, InputsError: see :func:`transform`.
     """
     config = config or AttnResConfig()
     refuse_wrapped(model)
@@ -48,6 +50,8 @@ def explain(model: nn.Module, example_inputs: Any, config: AttnResConfig | None 
         return TransformReport(graph_breaks=(GraphBreak(error.what, error.where),))
 
 
+# The queries are trained: they must be no inference tensors, whatever the caller's mode.
+@torch.inference_mode(False)
 def transform(
     model: nn.Module, example_inputs: Any, config: AttnResConfig | None = None, *, verify: bool = False
 ) -> nn.Module:
@@ -70,6 +74,7 @@ def transform(
         ``model`` itself.
 
     Raises:
+        ModelError: ``model`` is no module, or TorchScript, or its parameters are inference tensors.
         InexactError: ``verify``, and the two differ. The model is the original again.
         ConfigError: ``verify``, and ``config`` has a gain or values that are not exact by construction.
         NoStreamError: no residual stream could be converted; ``error.report`` says why.
@@ -107,8 +112,10 @@ def report(model: nn.Module) -> TransformReport:
     """What was done to ``model``, as data.
 
     Raises:
+        ModelError: ``model`` is no module, or TorchScript.
         NotTransformedError: nothing was.
     """
+    refuse_strangers(model)
     parts = [queries.report for _, _, queries in converted(model)]
     parts = parts or [queries.report for queries in late_queries(model)]
     if not parts:
@@ -123,8 +130,10 @@ def pseudo_queries(model: nn.Module) -> dict[str, nn.Parameter]:
     """The pseudo-queries of a converted model by site name, in depth order; each is a parameter of shape ``[d]``.
 
     Raises:
+        ModelError: ``model`` is no module, or TorchScript.
         NotTransformedError: the model has none.
     """
+    refuse_strangers(model)
     found = {
         join(path, site): query for path, _, queries in converted(model) for site, query in queries.queries().items()
     }
@@ -139,9 +148,11 @@ def revert(model: nn.Module) -> nn.Module:
     """Take the depth attention away: the original model, its keys and its output, bit for bit.
 
     Raises:
+        ModelError: ``model`` is no module, or TorchScript.
         NotTransformedError: the model is not transformed.
         AttnResError: something wrapped a converted module's ``forward`` since.
     """
+    refuse_strangers(model)
     found = list(converted(model))
     if not found:
         raise _not_transformed(model)
@@ -161,6 +172,7 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
+@torch.inference_mode(False)
 def rewrite_graph(
     graph_module: fx.GraphModule | torch.export.ExportedProgram,
     example_inputs: Sequence[Any] | None = None,
@@ -180,9 +192,11 @@ def rewrite_graph(
         A new graph module over the same parameters, with the pseudo-queries in its child ``attnres``, and the report.
 
     Raises:
+        ModelError: ``graph_module`` is neither a graph module nor a program of ``torch.export``.
         NoStreamError: the graph holds no stream that can be converted.
     """
     config = config or AttnResConfig()
+    refuse_no_graph(graph_module)
     item, whole, regions = study_graph(graph_module, example_inputs, config)
     refuse([item], whole, config)
     result = graphs.rewritten(item.graph, item.plans, config, whole)

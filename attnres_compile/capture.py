@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from attnres_compile.dynamo_graphs import CompiledCall, copy_graph_module, own_code
-from attnres_compile.errors import AttnResError, CaptureError, GraphBreakError
+from attnres_compile.errors import AttnResError, CaptureError, GraphBreakError, is_out_of_memory
 from attnres_compile.inputs import Inputs
 from attnres_compile.passes import facts
 from attnres_compile.passes.record import making
@@ -75,6 +75,8 @@ def capture(model: nn.Module, inputs: Inputs) -> Capture:
     try:
         return Capture(_whole(model, inputs))
     except _stopped() as error:
+        if is_out_of_memory(error):
+            raise
         broken = GraphBreak(*_break(error))
         # Inputs that the model rejects can look like a graph break: let the model speak first.
         _Guarded(model, inputs).eagerly()
@@ -86,6 +88,8 @@ def capture(model: nn.Module, inputs: Inputs) -> Capture:
     except CaptureError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         _Guarded(model, inputs).eagerly()
         raise _untraceable(model, error) from error
 
@@ -99,6 +103,8 @@ def capture_pieces(model: nn.Module, inputs: Inputs) -> tuple[fx.GraphModule, ..
     try:
         return tuple(_Guarded(model, inputs).in_pieces())
     except Exception as error:  # The model itself runs: its caller has seen to that.
+        if is_out_of_memory(error):
+            raise
         raise _untraceable(model, error) from error
 
 
@@ -176,6 +182,8 @@ def _trap(model: nn.Module, path: str, graphs: dict[str, fx.GraphModule]) -> Ite
             except AttnResError:
                 raise
             except Exception as error:  # A break, or a failure of dynamo: the model itself ran.
+                if is_out_of_memory(error):
+                    raise
                 reason, where = _break(error)
                 raise GraphBreakError(
                     f"a graph break inside a residual stream: {reason}",

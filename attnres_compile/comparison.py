@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnres_compile.errors import AttnResError
+from attnres_compile.errors import AttnResError, is_out_of_memory
 from attnres_compile.inputs import Inputs
 
 # The precisions that are compared, the finest first.
@@ -56,6 +56,8 @@ def twin(model: nn.Module) -> nn.Module:
             warnings.simplefilter("ignore", FutureWarning)
             made = copy.deepcopy(model)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise AttnResError(f"the model cannot be copied: {type(error).__name__}: {error}") from error
     for parameter in made.parameters():
         parameter.grad = None

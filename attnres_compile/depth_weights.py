@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from attnres_compile import observing
+from attnres_compile.accepting import refuse_strangers
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError, ConfigError, NotTransformedError
 from attnres_compile.inputs import as_inputs
@@ -232,8 +233,7 @@ def depth_weights(model: nn.Module, example_inputs: Any, config: AttnResConfig |
             the meta device.
         InputsError: ``example_inputs`` is of no known form. An error of the model itself is raised as by any call.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    refuse_strangers(model)
     inputs = as_inputs(example_inputs)
     model = observing.unwrapped(model)
     holders = [(path, queries) for path, _, queries in converted(model)]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from attnres_compile.exactness import Exactness
     from attnres_compile.report import TransformReport
@@ -49,6 +51,10 @@ def _rebuild(kind: type[AttnResError], state: dict[str, object]) -> AttnResError
 
 class ConfigError(AttnResError, ValueError):
     """A configuration value is unknown, out of range or contradicts another one."""
+
+
+class ModelError(AttnResError, TypeError):
+    """What was given for a model is none, or of a kind that this package cannot look into."""
 
 
 class InputsError(AttnResError, TypeError):
@@ -127,3 +133,20 @@ class TargetError(AttnResError):
 
 class MissingDependencyError(AttnResError, ImportError):
     """A package is needed that is not installed."""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out, perhaps beneath ``error``: that says nothing of the model, and trying in another way
+    would hide it.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        # On the CPU torch raises a RuntimeError like any other, and dynamo hands on no more than the words.
+        text = str(error)
+        if "DefaultCPUAllocator" in text or text.startswith(("MemoryError:", "OutOfMemoryError:")):
+            return True
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return False

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from attnres_compile import api
+from attnres_compile.accepting import refuse_strangers
 from attnres_compile.comparison import (
     FLOATS,
     LowestPrecision,
@@ -116,10 +117,12 @@ def verify(
             computes eagerly.
 
     Raises:
+        ModelError: ``model`` is no module, or TorchScript.
         NoStreamError: there is nothing to convert; the error carries the report.
         AttnResError: the model is on the meta device, cannot be copied, or returns no tensors.
         Exception: the model's own, when it rejects the inputs.
     """
+    refuse_strangers(model)
     given = as_inputs(example_inputs)
     inputs = as_dtype(given, dtype)
     config = config or AttnResConfig(lowering="eager")

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from attnres_compile import api, graphs
+from attnres_compile.accepting import refuse_strangers
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError, CaptureError, ConfigError, LoweringError
 from attnres_compile.inputs import Inputs, as_inputs
@@ -73,6 +74,7 @@ def export(
     """
     if isinstance(model, torch.export.ExportedProgram):
         return _of_program(model, config or AttnResConfig())
+    refuse_strangers(model)
     inputs = as_inputs(example_inputs)
     if isinstance(model, fx.GraphModule):
         return _of_graph(model, inputs, config or AttnResConfig(), dynamic)

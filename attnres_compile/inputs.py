@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import keyword
 import re
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnres_compile.errors import InputsError, TargetError
+from attnres_compile.errors import InputsError, TargetError, is_out_of_memory
 
 # Without a bound, integers are 0 or 1: valid as token ids, as masks and as segment ids of any model.
 DEFAULT_BOUND = 2
@@ -73,11 +75,85 @@ class Inputs:
         object.__setattr__(self, "kwargs", dict(self.kwargs))
 
     def copied(self) -> Inputs:
-        """Deep copies, for a call that may write into them; the inputs themselves where one cannot be copied."""
-        try:
-            return copy.deepcopy(self)
-        except Exception:  # A tensor with a history cannot, for one.
-            return self
+        """Deep copies, for a call that may write into them.
+
+        Tensors that share memory share that of their copies. One that was computed becomes a leaf that asks for a
+        gradient as it did. Only an object that cannot be copied at all, not even without what it holds, stays itself.
+        """
+        memo: dict[int, Any] = {}
+        for tensor in _computed(self):
+            # deepcopy refuses such a tensor; of the detached one, which has the same storage, it copies that once.
+            detached = tensor.detach()
+            made = copy.deepcopy(detached, memo)
+            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+        return Inputs(_copy(self.args, memo), _copy(self.kwargs, memo))
+
+
+def _computed(value: Any) -> list[Tensor]:
+    """Every tensor with a history that ``value`` holds, in containers and attributes."""
+    found: list[Tensor] = []
+    seen: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, (type, types.ModuleType, types.FunctionType)):
+            continue
+        seen[id(each)] = each  # kept: the id of an object that is gone can be another's
+        if isinstance(each, Tensor):
+            found += [] if each.is_leaf else [each]
+        elif isinstance(each, Mapping):
+            waiting += [*each.keys(), *each.values()]
+        elif isinstance(each, (list, tuple, set, frozenset, collections.deque)):
+            waiting += each
+        waiting += _attributes(each).values()
+    return found
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = dict(getattr(value, "__dict__", None) or {})
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                found.setdefault(name, getattr(value, name))
+    found.pop("__dict__", None)
+    found.pop("__weakref__", None)
+    return found
+
+
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy; where that fails, a copy of the object with deep copies of all that can be copied in it."""
+    if id(value) in memo:
+        return memo[id(value)]
+    trial = dict(memo)
+    # Where it fails, what it noted is half made. Kept: the notes are by id, its own among them.
+    memo.setdefault(id(memo), []).append(trial)
+    try:
+        made: Any = copy.deepcopy(value, trial)
+        memo.update(trial)
+        return made
+    except Exception as error:  # Anybody's class: a lock, a stream, a generator.
+        if is_out_of_memory(error):
+            raise
+    if type(value) in (list, dict):
+        made = type(value)()
+        memo[id(value)] = made
+        if isinstance(value, list):
+            made.extend(_copy(each, memo) for each in value)
+        else:
+            made.update((key, _copy(each, memo)) for key, each in value.items())
+        return made
+    if type(value) is tuple:
+        return tuple(_copy(each, memo) for each in value)
+    try:
+        made = copy.copy(value)
+        if made is not value:
+            memo[id(value)] = made
+            for name, each in _attributes(made).items():
+                object.__setattr__(made, name, _copy(each, memo))
+    except Exception:
+        made = value
+    return made
 
 
 def as_inputs(value: Any) -> Inputs:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnres_compile.accepting import refuse_strangers
 from attnres_compile.api import pseudo_queries
 from attnres_compile.checkpoint_files import QUERIES_FILE, Saved, is_query_key, read, some
 from attnres_compile.config import AttnResConfig
@@ -240,6 +241,7 @@ def refuse_queries(found: Saved, model: nn.Module) -> None:
 
 
 def _require(model: nn.Module) -> None:
+    refuse_strangers(model)
     if not any(isinstance(module, DepthQueries) for module in model.modules()):
         raise NotTransformedError(
             f"{type(model).__name__} holds no pseudo-queries",

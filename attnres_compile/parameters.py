@@ -243,6 +243,8 @@ def queries_in(owner: nn.Module) -> DepthQueries | None:
     They are its child ``attnres``, or inside of what wraps that: libraries of adapters put a module there that hands
     attributes on to a copy which they train.
     """
+    if isinstance(owner, torch.jit.ScriptModule):
+        return None  # it keeps its children elsewhere
     child = owner._modules.get(CHILD)
     if child is None or isinstance(child, DepthQueries):
         return child

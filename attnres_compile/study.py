@@ -10,13 +10,22 @@ import torch
 from torch import fx, nn
 
 from attnres_compile import owners
+from attnres_compile.accepting import refuse_strangers
 from attnres_compile.capture import capture, capture_owners, capture_pieces
 from attnres_compile.config import AttnResConfig
 from attnres_compile.crossing.recording import record
 from attnres_compile.crossing.regions import compiled, is_inside
 from attnres_compile.crossing.route import Route, route_of
 from attnres_compile.crossing.trial import Candidate, prove
-from attnres_compile.errors import AlreadyCompiledError, AlreadyTransformedError, GraphBreakError, NoStreamError
+from attnres_compile.errors import (
+    AlreadyCompiledError,
+    AlreadyTransformedError,
+    AttnResError,
+    GraphBreakError,
+    ModelError,
+    NoStreamError,
+    is_out_of_memory,
+)
 from attnres_compile.graphs import with_shapes
 from attnres_compile.guarding import untouched
 from attnres_compile.inputs import Inputs, as_inputs
@@ -275,10 +284,13 @@ def _study_recording(
     try:
         with untouched(model):
             recording = record(model, inputs.copied())
-    except Exception:  # The model runs: there is something in it that cannot be recorded.
-        if regions:
+    except Exception as error:  # The model runs: there is something in it that cannot be recorded.
+        if regions or is_out_of_memory(error):
             raise
-        return _study_owners(model, inputs, config, breaks)
+        try:
+            return _study_owners(model, inputs, config, breaks)
+        except AttnResError as less:  # Less is seen without the recording; both say why.
+            raise less from (less.__cause__ or error)
     detection = owners.agreeing(model, detect(recording.module.graph, config))
     if not detection.streams and not regions:
         try:
@@ -340,11 +352,16 @@ def refuse_wrapped(model: nn.Module) -> None:
     """Raise where ``model`` is no plain module.
 
     Raises:
+        ModelError: see :func:`refuse_strangers`; or its parameters are inference tensors.
         AlreadyTransformedError: it, or a part of it, is transformed already.
         AlreadyCompiledError: it is compiled already. A part of it may be, see :func:`study`.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    refuse_strangers(model)
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ModelError(
+            f"the parameters of {type(model).__name__} are inference tensors, which nothing can be trained beside",
+            remedy="Make or load the model outside of torch.inference_mode(), or make a copy.deepcopy outside",
+        )
     if "" in compiled(model):
         raise _already_compiled(model, "")
     for path, _, _ in converted(model):

@@ -31,7 +31,7 @@ def make(kind: type[AttnResError], **place: str) -> AttnResError:
 
 
 def test_hierarchy() -> None:
-    assert len(KINDS) == 18
+    assert len(KINDS) == 20
     assert issubclass(errors.RejectedStreamError, errors.NoStreamError)
     for kind, builtin in (
         (errors.ConfigError, ValueError),

@@ -18,7 +18,7 @@ from attnres_compile.config import AttnResConfig
 from attnres_compile.conversion import ConvertedForward
 from attnres_compile.crossing.recording import Recording
 from attnres_compile.crossing.route import Route
-from attnres_compile.errors import AttnResError, GraphBreakError
+from attnres_compile.errors import AttnResError, GraphBreakError, is_out_of_memory
 from attnres_compile.guarding import untouched
 from attnres_compile.inputs import Inputs
 from attnres_compile.parameters import CHILD, Declaration, DepthQueries
@@ -105,6 +105,8 @@ def _compare(model: nn.Module, inputs: Inputs, whole: _Whole, size: float, path:
     except AttnResError:
         raise
     except Exception as error:  # It ran when it was recorded: this comes of the other numbers.
+        if is_out_of_memory(error):
+            raise
         raise GraphBreakError(
             "a graph break inside a residual stream that cannot be followed: data decides what is computed, and "
             f"decides otherwise as soon as a query is not zero ({type(error).__name__} in what was recorded)",
@@ -125,6 +127,8 @@ def _compare(model: nn.Module, inputs: Inputs, whole: _Whole, size: float, path:
             remedy=error.remedy,
         ) from error
     except torch._dynamo.exc.InternalTorchDynamoError as error:
+        if is_out_of_memory(error):
+            raise
         lines = str(error).splitlines() or [""]
         raise GraphBreakError(
             "a graph break inside a residual stream that cannot be followed: dynamo itself fails behind it, with or "
@@ -134,6 +138,8 @@ def _compare(model: nn.Module, inputs: Inputs, whole: _Whole, size: float, path:
             remedy='Change the statement there until torch.compile(model, backend="eager") runs, or use another torch',
         ) from error
     except Exception as error:  # The recording ran: this comes of running in pieces.
+        if is_out_of_memory(error):
+            raise
         raise GraphBreakError(
             f"a graph break inside a residual stream that cannot be followed: in pieces the model fails with "
             f"{type(error).__name__}",
