@@ -81,16 +81,19 @@ class Inputs:
         gradient as it did. Only an object that cannot be copied at all, not even without what it holds, stays itself.
         """
         memo: dict[int, Any] = {}
-        for tensor in _computed(self):
-            # deepcopy refuses such a tensor; of the detached one, which has the same storage, it copies that once.
+        for tensor in _not_deeply(self):
             detached = tensor.detach()
-            made = copy.deepcopy(detached, memo)
+            # deepcopy refuses a tensor with a history; of the detached one, which has the same storage, it copies that
+            # once. It copies the offsets of a nested tensor, too, and by them such tensors know those of their sizes.
+            made = detached.clone() if tensor.is_nested else copy.deepcopy(detached, memo)
             memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
         return Inputs(_copy(self.args, memo), _copy(self.kwargs, memo))
 
 
-def _computed(value: Any) -> list[Tensor]:
-    """Every tensor with a history that ``value`` holds, in containers and attributes."""
+def _not_deeply(value: Any) -> list[Tensor]:
+    """Every tensor that ``value`` holds, in containers and attributes, and that deepcopy does not copy rightly: those
+    with a history, and nested ones.
+    """
     found: list[Tensor] = []
     seen: dict[int, Any] = {}
     waiting = [value]
@@ -100,7 +103,7 @@ def _computed(value: Any) -> list[Tensor]:
             continue
         seen[id(each)] = each  # kept: the id of an object that is gone can be another's
         if isinstance(each, Tensor):
-            found += [] if each.is_leaf else [each]
+            found += [] if each.is_leaf and not each.is_nested else [each]
         elif isinstance(each, Mapping):
             waiting += [*each.keys(), *each.values()]
         elif isinstance(each, (list, tuple, set, frozenset, collections.deque)):

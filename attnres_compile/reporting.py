@@ -29,6 +29,8 @@ STREAM_REASONS = frozenset(
         Reason.SHIFTED_STREAM,
         Reason.MUTATED,
         Reason.GRADIENT_MODE,
+        Reason.UNDER_VMAP,
+        Reason.NESTED_TENSOR,
         Reason.SHARED_WEIGHTS,
         Reason.DROPOUT_ON_STREAM,
         Reason.CLAMP_ON_STREAM,

@@ -304,3 +304,11 @@ def test_what_failed_while_recording_is_told_with_what_is_raised() -> None:
 def test_the_error_travels_between_processes() -> None:
     error = pickle.loads(pickle.dumps(ac.ModelError("what", remedy="that")))
     assert (error.what, error.remedy) == ("what", "that")
+
+
+def test_nested_tensors_are_copied_with_what_tells_their_sizes() -> None:
+    one = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
+    made = ac.Inputs((one, {"twice": one * 2})).copied()
+    assert torch.equal((made.args[0] + made.args[1]["twice"]).values(), torch.full((8, 4), 3.0))
+    made.args[0].values().zero_()
+    assert one.values().all()

@@ -15,6 +15,7 @@ from attnres_compile.passes.record import watched
 from attnres_compile.passes.scan import Scan, scan
 from attnres_compile.passes.sides import AddRecord
 from attnres_compile.passes.streams import Detection, Read, Reason, Rejection, ResidualStream, Step
+from attnres_compile.passes.wrapped import first_reason, wrapped
 
 
 @dataclass
@@ -59,12 +60,13 @@ def detect(graph: fx.Graph, config: AttnResConfig | None = None, gradients: bool
     refused = _refusals(chains, found, memory, config)
     if gradients:
         refused = {**_unrecorded(chains, found, unrecorded(graph)), **refused}
+    reasons = wrapped(graph)
     streams: list[ResidualStream] = []
     for chain in chains:
         _reject(rejections, chain.trimmed, Reason.NO_LEARNED_BRANCH)
         if not chain.records:
             continue
-        reason = refused.get(id(chain))
+        reason = _first_wrapped(chain, reasons) or refused.get(id(chain))
         stream = None if reason else _stream(chain, found)
         if stream is None:
             _reject(rejections, chain.records, reason or Reason.UNKNOWN_FEATURES)
@@ -226,6 +228,10 @@ def _unrecorded(chains: list[_Chain], found: Scan, off: set[fx.Node]) -> dict[in
         for key, mode in modes.items()
         if mode is None or (mode and places[key] not in training)
     }
+
+
+def _first_wrapped(chain: _Chain, reasons: dict[fx.Node, Reason]) -> Reason | None:
+    return first_reason((node for record in chain.records for node in (record.node, *record.adds)), reasons)
 
 
 def _alone(chain: _Chain, projected: set[fx.Node]) -> Reason:

@@ -19,6 +19,8 @@ class Reason(enum.StrEnum):
     SHIFTED_STREAM = "shifted_stream"
     MUTATED = "mutated"
     GRADIENT_MODE = "gradient_mode"
+    UNDER_VMAP = "under_vmap"
+    NESTED_TENSOR = "nested_tensor"
     SHARED_WEIGHTS = "shared_weights"
     DROPOUT_ON_STREAM = "dropout_on_stream"
     CLAMP_ON_STREAM = "clamp_on_stream"
@@ -43,6 +45,8 @@ MESSAGES = {
     Reason.SHIFTED_STREAM: "a constant is added to the state itself, and more is done to it before the next add",
     Reason.MUTATED: "a tensor of the stream is written in place where that cannot be undone safely",
     Reason.GRADIENT_MODE: "steps of the stream record no gradient (no_grad, set_grad_enabled, inference_mode)",
+    Reason.UNDER_VMAP: "steps of the stream run inside torch.vmap, which the operators of depth attention do not",
+    Reason.NESTED_TENSOR: "the stream is a nested tensor, which the operators of depth attention do not take",
     Reason.SHARED_WEIGHTS: "steps of the stream share weights (a loop); depth_loops=True converts loops over depth",
     Reason.DROPOUT_ON_STREAM: "dropout acts on the stream itself between its adds",
     Reason.CLAMP_ON_STREAM: "a clamp (an overflow guard) acts on the stream itself between its adds",
