@@ -61,7 +61,7 @@ def _scaled_by_anything(self: Any, node: fx.Node, name: str) -> Any:
 
 def _any_rank(self: Any, node: fx.Node, plain: Any = Scanner._anchor_weight) -> Any:
     if ops.name_of(node) in ops.CONTRACTIONS:
-        return next((i for i in node.all_input_nodes if self.constant[i]), None)
+        return next((i for i in node.all_input_nodes if self.values.is_constant(i)), None)
     return plain(self, node)
 
 

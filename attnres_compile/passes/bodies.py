@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -10,12 +10,14 @@ from torch.utils import _pytree as pytree
 from attnres_compile.passes import ops
 
 
-def learned_operand(node: fx.Node, ranks: Mapping[fx.Node, int], contracts: Callable[[str], bool]) -> fx.Node | None:
+def learned_operand(
+    node: fx.Node, rank: Callable[[fx.Node], int | None], contracts: Callable[[str], bool]
+) -> fx.Node | None:
     """The operand of ``node`` that one of its bodies contracts with as a weight, or ``None``.
 
     Args:
         node: any node; only calls with graph modules among their arguments have bodies.
-        ranks: of operands as weights; 0 or none for what is no parameter, nor made of parameters alone.
+        rank: of operands as weights; 0 or none for what is no parameter, nor made of parameters alone.
         contracts: whether an operator of this name is a contraction.
     """
     for body, given in _bodies(node):
@@ -23,7 +25,7 @@ def learned_operand(node: fx.Node, ranks: Mapping[fx.Node, int], contracts: Call
         inside: dict[fx.Node, int] = {}
         origin: dict[fx.Node, fx.Node] = {}
         for inner, operand in given.items():
-            if (size := ranks.get(operand, 0)) > 0:
+            if (size := rank(operand) or 0) > 0:
                 inside[inner], origin[inner] = size, operand
         for inner in body.graph.nodes:
             inputs = inner.all_input_nodes
@@ -36,7 +38,7 @@ def learned_operand(node: fx.Node, ranks: Mapping[fx.Node, int], contracts: Call
             elif contracts(ops.name_of(inner)):
                 if (weight := next((i for i in known if inside[i] >= 2), None)) is not None:
                     return origin[weight]
-            elif (nested := learned_operand(inner, inside, contracts)) is not None:
+            elif (nested := learned_operand(inner, inside.get, contracts)) is not None:
                 return origin[nested]
     return None
 

@@ -244,7 +244,7 @@ def _alone(chain: _Chain, projected: set[fx.Node]) -> Reason:
 
 def _shares_weights(chain: _Chain, found: Scan, memory: Memory) -> bool:
     """Whether most steps of a chain make their branches with a weight that another step's branch is made with too."""
-    weights = dict(found.contractions)
+    weights = found.contractions
     users: dict[fx.Node, set[int]] = {}
     for index, record in enumerate(chain.records):
         assert record.base is not None

@@ -68,7 +68,7 @@ def note_shift(scanner: Scanner, node: fx.Node, operands: Operands) -> None:
         moved = scanner.sums.get(out.base[this.node])
         if moved is None or this.product or other.product:
             continue
-        kept = [term.node for term in moved.terms if not scanner.constant[term.node]]
+        kept = [term.node for term in moved.terms if not scanner.values.is_constant(term.node)]
         if len(kept) == 1 and _learned(scanner, other) & bits.get(out.base[kept[0]], 0):
             out.shifted[node] = out.base[kept[0]]
 
@@ -90,16 +90,16 @@ def _is_vector(scanner: Scanner, node: fx.Node) -> bool:
     """Whether ``node`` holds a learned number per feature and no more: neither a table of positions nor one number."""
     value = facts.tensor(node)
     long = [size for size in value.shape if not isinstance(size, int) or size > 1] if value is not None else []
-    return scanner.constant[node] and scanner.weight.get(node) is not None and len(long) == 1
+    return scanner.values.is_constant(node) and scanner.weights.is_one(node) and len(long) == 1
 
 
 def _learned(scanner: Scanner, term: Term) -> int:
     """The tensors that a term is computed from by a learned contraction, as bits."""
-    return scanner.reach.get(term.node, 0) & scanner.anchored.get(term.node, 0)
+    return scanner.reach_of(term.node) & scanner.anchored_of(term.node)
 
 
 def _mixes_lanes(scanner: Scanner, node: fx.Node) -> bool:
     """Whether ``node`` multiplies two computed tensors, as the lanes of a state by their weights."""
     inputs = node.all_input_nodes
     contracts = ops.name_of(node) in ops.CONTRACTIONS and len(inputs) == 2
-    return contracts and not any(scanner.constant[operand] for operand in inputs)
+    return contracts and not any(scanner.values.is_constant(operand) for operand in inputs)

@@ -27,11 +27,15 @@ class Memory:
         self.position: dict[fx.Node, int] = {node: i for i, node in enumerate(graph.nodes)}
         self._parent: dict[fx.Node, fx.Node] = {}
         self._writes: list[tuple[fx.Node, fx.Node]] = []
+        self._targets: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self._group: dict[fx.Node, fx.Node] = {}
         storages: dict[int, fx.Node] = {}
         items: dict[tuple[fx.Node, int], fx.Node] = {}
         for node in graph.nodes:
             self._join_storages(node, storages)
-            for target in written(node):
+            if targets := written(node):
+                self._targets[node] = targets
+            for target in targets:
                 self._writes.append((node, target))
                 if facts.tensor(node) is not None:
                     self._join(node, target)
@@ -52,6 +56,7 @@ class Memory:
                 root = self._find(node)
                 if root in self._by_group:
                     self._members[root].append(node)
+                    self._group[node] = root
 
     def _join_storages(self, node: fx.Node, storages: dict[int, fx.Node]) -> None:
         value = node.meta.get("example_value", node.meta.get("val"))
@@ -77,6 +82,14 @@ class Memory:
         a, b = self._find(a), self._find(b)
         if a is not b:
             self._parent[a] = b
+
+    def targets(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The tensors that ``node`` writes into."""
+        return self._targets.get(node, ())
+
+    def group(self, node: fx.Node) -> fx.Node | None:
+        """One node for all that share memory with ``node``, where something is written into that; else ``None``."""
+        return self._group.get(node)
 
     def is_functional(self, write: fx.Node) -> bool:
         """Whether the in-place op ``write`` could be its functional twin without anyone noticing.

@@ -171,7 +171,7 @@ def mixes_own_lanes(record: AddRecord, scan: Scan) -> bool:
     for term in record.terms:
         mixed = scan.base.get(term.node, term.node)
         inputs = mixed.all_input_nodes
-        computed = ops.name_of(mixed) in ops.CONTRACTIONS and not any(facts.is_parameter_input(i) for i in inputs)
+        computed = ops.name_of(mixed) in ops.CONTRACTIONS and mixed not in scan.contractions
         if computed and any(scan.base.get(operand) is record.base for operand in inputs):
             return True
     return False

@@ -21,6 +21,8 @@ from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.sides import AddRecord, Side
 from attnres_compile.passes.spellings import Sum, is_opaque_add, summands
 from attnres_compile.passes.streams import Reason, Rejection, Term
+from attnres_compile.passes.values import Values, entering
+from attnres_compile.passes.weights import Weights
 from attnres_compile.passes.writes import written
 
 
@@ -49,7 +51,7 @@ class Scan:
     base: dict[fx.Node, fx.Node] = field(default_factory=dict)
     carried: dict[fx.Node, fx.Node] = field(default_factory=dict)
     written: set[fx.Node] = field(default_factory=set)
-    contractions: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    contractions: dict[fx.Node, fx.Node] = field(default_factory=dict)
     highways: dict[fx.Node, fx.Node] = field(default_factory=dict)
     shifted: dict[fx.Node, fx.Node] = field(default_factory=dict)
     lanes: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -62,17 +64,16 @@ class Scanner:
         self.graph = graph
         self.memory = memory
         self.out = Scan()
-        self.constant: dict[fx.Node, bool] = {}
-        self.learned: dict[fx.Node, bool] = {}
-        self.rank: dict[fx.Node, int] = {}
-        self.weight: dict[fx.Node, fx.Node | None] = {}
-        self.called: dict[int, fx.Node] = {}
+        self.values = Values(memory)
+        self.weights = Weights()
         self.tree: dict[fx.Node, fx.Node] = {}
         # x + constant that only another add reads: part of that one if it turns out to be a step.
         self.loose: dict[fx.Node, AddRecord] = {}
         self.sums: dict[fx.Node, Sum] = {}
         self.reach: dict[fx.Node, int] = {}
         self.anchored: dict[fx.Node, int] = {}
+        # The same for memory that is written, by group: what has been written into it so far.
+        self.poured: dict[fx.Node, tuple[int, int]] = {}
         self.bits = Bits()
         self.last_use: dict[fx.Node, int] = {}
         self.expiring: dict[int, list[fx.Node]] = defaultdict(list)
@@ -90,12 +91,15 @@ class Scanner:
                 for operand in total.inputs(node):
                     self.last_use[operand] = position[node]
             elif is_opaque_add(node):
-                self._reject(node, Reason.CONSTANT_OPERAND if self.constant[node] else Reason.UNSUPPORTED_FORM)
+                constant = self.values.is_constant(node)
+                self._reject(node, Reason.CONSTANT_OPERAND if constant else Reason.UNSUPPORTED_FORM)
+        self.values.rewind()
         self._plan_bits(nodes)
         for at, node in enumerate(nodes):
             self._flow(node)
             if node in self.sums:
                 self._add(node, self.sums[node])
+            self._pour(node)
             if node in self.needed_until or node in self.asked_until:
                 self._track(node)
             for spent in self.expiring.pop(at, ()):
@@ -105,7 +109,18 @@ class Scanner:
                 if self.last_use.get(operand) == at:
                     self.reach.pop(operand, None)
                     self.anchored.pop(operand, None)
+        self._name_writes()
         return self.out
+
+    def _name_writes(self) -> None:
+        """Call the sums that are written into a part of a state what they are."""
+        held = (self.memory.group(n) for record in self.out.steps.values() for n in (record.node, record.base) if n)
+        states = {group for group in held if group is not None}
+        for node, left in self.out.rejections.items():
+            written = {self.memory.group(target) for target in self.memory.targets(node)}
+            ordinary = left.reason in (Reason.UNRELATED_OPERANDS, Reason.CONSTANT_OPERAND)
+            if ordinary and written & states and not self.memory.is_functional(node):
+                self.out.rejections[node] = Rejection(Reason.MUTATED, node)
 
     # -------------------------------------------------- what kind of value a node makes
 
@@ -116,20 +131,17 @@ class Scanner:
         name = ops.name_of(node)
         if ops.is_metadata(node):
             # No value of its tensor enters it.
-            self.constant[node], self.learned[node], self.rank[node] = True, False, 0
+            self.values.see_source(node, 0)
         elif facts.is_parameter_input(node):
             value = facts.tensor(node)
-            self.constant[node] = True
-            self.learned[node] = False
-            self.rank[node] = value.dim() if value is not None else 0
-            self.weight[node] = node
+            self.values.see_source(node, value.dim() if value is not None else 0)
+            self.weights.source(node)
         else:
-            self.constant[node] = bool(inputs) and all(self.constant[i] for i in inputs)
-            self.rank[node] = max((self.rank[i] for i in inputs), default=0) if self.constant[node] else 0
-            if self.constant[node]:
-                self.weight[node] = next((w for i in inputs if (w := self.weight.get(i)) is not None), None)
-            learns = name in ops.LOOKUPS or self._anchor_weight(node) is not None
-            self.learned[node] = learns or any(self.learned[i] for i in inputs)
+            learns = self._learns(node)
+            self.values.see(node, learns)
+            if self.values.constant[node]:
+                self.weights.made(node, entering(node))
+            self.values.write(node, learns)
         through = self._passed_operand(node, name)
         self.out.base[node] = self.out.base[through] if through is not None else node
         if through is not None:
@@ -137,20 +149,25 @@ class Scanner:
         if name in ops.CHECKPOINTS:
             self.out.checkpoints.append(node)
 
+    def _learns(self, node: fx.Node) -> bool:
+        return ops.name_of(node) in ops.LOOKUPS or self._anchor_weight(node) is not None
+
     def _anchor_weight(self, node: fx.Node) -> fx.Node | None:
         """The weight of a learned contraction, or ``None`` if ``node`` is none."""
         name = ops.name_of(node)
         # What somebody else's operator does with data and a matrix of the model is taken for a product.
-        foreign = ops.is_foreign(name) and not all(self.constant[i] for i in node.all_input_nodes)
-        if name in ops.CONTRACTIONS or foreign:
+        foreign = ops.is_foreign(name) and not all(map(self.values.is_constant, node.all_input_nodes))
+        if name in ops.CONTRACTIONS or name.removesuffix("_") in ops.CONTRACTIONS or foreign:
             # A recurrent layer's own weights stand behind the state that it starts from, which may be a parameter.
             inputs = reversed(node.all_input_nodes) if name in ops.RECURRENCES else node.all_input_nodes
-            return next((i for i in inputs if self.constant[i] and self.rank[i] >= 2), None)
+            return next((i for i in inputs if self.values.is_matrix(i)), None)
         if name.startswith("module:"):
             module = ops.module_of(node)
             weighty = module is not None and any(p.dim() >= 2 for p in module.parameters())
             return node if weighty and name.removeprefix("module:") in ops.CONTRACTION_MODULES else None
-        return bodies.learned_operand(node, self.rank, lambda inner: inner in ops.CONTRACTIONS or ops.is_foreign(inner))
+        return bodies.learned_operand(
+            node, self.values.weight_rank, lambda inner: inner in ops.CONTRACTIONS or ops.is_foreign(inner)
+        )
 
     def _passed_operand(self, node: fx.Node, name: str) -> fx.Node | None:
         """The operand whose every element ``node`` hands on, maybe cast, re-laid or scaled; else ``None``."""
@@ -189,7 +206,7 @@ class Scanner:
         """What ``node`` scales, of ``pairs`` of what may be scaled and by what; ``None`` if it is no scale."""
         value = facts.tensor(node)
         for kept, factor in pairs:
-            if not isinstance(kept, fx.Node) or self.constant[kept] or node.kwargs:
+            if not isinstance(kept, fx.Node) or self.values.is_constant(kept) or node.kwargs:
                 continue
             kept_value = facts.tensor(kept)
             if kept_value is None or value is None or not facts.same_shape(kept_value.shape, value.shape):
@@ -198,7 +215,7 @@ class Scanner:
                 return kept
             # A mask or a learned scale may not depend on the stream: nothing learned has been done to it, while a
             # state holds a learned branch.
-            if isinstance(factor, fx.Node) and not self.learned[factor] and facts.tensor(factor) is not None:
+            if isinstance(factor, fx.Node) and not self.values.is_learned(factor) and facts.tensor(factor) is not None:
                 return kept
         return None
 
@@ -235,44 +252,62 @@ class Scanner:
         if ops.is_metadata(node) or facts.is_index(node):
             return
         reach = anchored = 0
-        for operand in node.all_input_nodes:
-            reach |= self.reach.get(operand, 0)
-            anchored |= self.anchored.get(operand, 0)
+        inputs = entering(node)
+        for operand in inputs:
+            reach |= self.reach_of(operand)
+            anchored |= self.anchored_of(operand)
         weight = self._anchor_weight(node)
         if weight is not None:
-            data = [i for i in node.all_input_nodes if not self.constant[i]]
+            data = [i for i in inputs if not self.values.is_constant(i)]
             # The first operand of addmm is added to the product, not multiplied.
-            if ops.name_of(node) in ops.FUSED_PRODUCTS and data and data[0] is node.args[0]:
+            if ops.name_of(node).removesuffix("_") in ops.FUSED_PRODUCTS and data and data[0] is node.args[0]:
                 data = data[1:]
             for operand in data:
-                anchored |= self.reach.get(operand, 0)
-            self.out.contractions.append((node, self._origin(weight)))
+                anchored |= self.reach_of(operand)
+            self.out.contractions[node] = self.weights.of(weight)
         if reach:
             self.reach[node] = reach
         if anchored:
             self.anchored[node] = anchored
 
-    def _origin(self, weight: fx.Node) -> fx.Node:
-        """Where a weight comes from; a module that is called again has its weights from its first call."""
-        module = ops.module_of(weight)
-        if module is not None:
-            return self.called.setdefault(id(module), weight)
-        return self.weight.get(weight) or weight
+    def _pour(self, node: fx.Node) -> None:
+        """What the write ``node`` puts into a tensor is in whatever shares that one's memory from now on."""
+        targets = self.memory.targets(node)
+        if not targets:
+            return
+        self.values.write(node, self._learns(node))
+        reach, anchored = self.reach.get(node, 0), self.anchored.get(node, 0)
+        for group in {self.memory.group(target) for target in targets}:
+            if group is not None and (reach or anchored):
+                before = self.poured.get(group, (0, 0))
+                self.poured[group] = before[0] | reach, before[1] | anchored
+
+    def reach_of(self, node: fx.Node) -> int:
+        """The tensors that ``node`` holds by now, as bits."""
+        found = self.reach.get(node, 0)
+        group = self.memory.group(node)
+        return found if group is None else found | self.poured.get(group, (0, 0))[0]
+
+    def anchored_of(self, node: fx.Node) -> int:
+        """Those of them from which a learned contraction leads to ``node``."""
+        found = self.anchored.get(node, 0)
+        group = self.memory.group(node)
+        return found if group is None else found | self.poured.get(group, (0, 0))[1]
 
     # -------------------------------------------------- adds
 
     def _add(self, node: fx.Node, total: Sum) -> None:
         operands = total.terms
         left, right = (Side(self, term, total.packed or node, node) for term in operands)
-        if all(self.constant[t.node] for t in operands):
+        if all(self.values.is_constant(t.node) for t in operands):
             self._reject(node, Reason.CONSTANT_OPERAND)
-            return
-        if written(node) and not self.memory.is_functional(node):
-            self._reject(node, Reason.MUTATED)
             return
         skip_side, branch_side = self._choose(left, right)
         if skip_side is None or branch_side is None:
             self._no_step(node, operands)
+            return
+        if self.memory.targets(node) and not self.memory.is_functional(node):
+            self._reject(node, Reason.MUTATED)
             return
         skip = skip_side.head
         value, skip_value = facts.tensor(node), facts.tensor(skip)
@@ -314,7 +349,7 @@ class Scanner:
         b = right.carries(left)
         if self.out.base[left.head] is self.out.base[right.head]:
             # x + w * x, and a * x + b * x0 in the first layer: a copy of the stream is added to it.
-            a = left.term.product is None and not self.constant[left.head]
+            a = left.term.product is None and not self.values.is_constant(left.head)
             b = not a
         elif a and b:
             if self._same_tree(left, right):
@@ -343,7 +378,7 @@ class Scanner:
         return trees[0] is trees[1] and base[left.head] is not base[right.head]
 
     def _no_step(self, node: fx.Node, operands: tuple[Term, Term]) -> None:
-        constant = [t for t in operands if self.constant[t.node] and t.product is None]
+        constant = [t for t in operands if self.values.is_constant(t.node) and t.product is None]
         self._reject(node, Reason.CONSTANT_OPERAND if constant else Reason.UNRELATED_OPERANDS)
         if not constant:
             lookalikes.note_mixture(self, node, operands)
@@ -385,12 +420,12 @@ class Scanner:
         bit = self.bits.bit.get(record.base, 0)
         # The operand as it stands, not its terms: an opened step's own operands are forgotten by now.
         factors = branch.factors
-        if any(self.anchored.get(factor, 0) & bit for factor in factors):
+        if any(self.anchored_of(factor) & bit for factor in factors):
             return True
         # A product with a weight is the contraction itself.
-        weighty = any(self.constant[factor] and self.rank[factor] >= 2 for factor in factors)
+        weighty = any(map(self.values.is_matrix, factors))
         product = branch.term.product is not None and branch.term.product[0] != "mul"
-        return product and weighty and any(self.reach.get(factor, 0) & bit for factor in factors)
+        return product and weighty and any(self.reach_of(factor) & bit for factor in factors)
 
     def _enter(self, record: AddRecord, branch: Side) -> None:
         base, node = record.base, record.node
@@ -398,7 +433,7 @@ class Scanner:
         record.anchored |= self._is_anchored(record, branch)
         through = 0
         for factor in branch.factors:
-            through |= self.reach.get(factor, 0)
+            through |= self.reach_of(factor)
         for sibling in self.out.children[base]:
             if through & self.bits.bit.get(sibling.node, 0):
                 record.fed_by.append(sibling.node)

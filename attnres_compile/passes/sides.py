@@ -109,7 +109,7 @@ class Side:
         bit = scanner.bits.bit.get(scanner.out.base[self.head], 0)
         if scanner.out.base[self.head] is scanner.out.base[other.term.node] and not other.term.product:
             return False
-        return any(scanner.reach.get(factor, 0) & bit for factor in other.factors)
+        return any(scanner.reach_of(factor) & bit for factor in other.factors)
 
 
 def _unchanged(node: fx.Node) -> fx.Node | None:

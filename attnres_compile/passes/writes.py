@@ -81,6 +81,13 @@ def written(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def is_known(node: fx.Node) -> bool:
+    """Whether more can be said of what ``node`` writes than that it may be all that it is given."""
+    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return True
+    return not tensors(node) or len(written(node)) < len(tensors(node))
+
+
 def shared(node: fx.Node) -> tuple[fx.Node, ...]:
     """The inputs of ``node`` with whose memory its result may share some; what it writes is not named again."""
     if node.op not in ("call_function", "call_method", "call_module") or not _may_hold_tensors(node):
@@ -456,7 +463,7 @@ def _shared(node: fx.Node) -> Iterator[fx.Node]:
         yield from () if ops.is_metadata(node) else tensors(node)[:1]
     elif name == "getitem" and (several := _several(node)) is not None:
         # One of several results shares what all of them may; those of an unknown function may share with each other.
-        yield from (several,) if _is_unknown(several) else (*shared(several), *written(several))
+        yield from (several,) if not is_known(several) else (*shared(several), *written(several))
     elif name in ops.VIEWS or name in _HAND_ON:
         yield from tensors(node)[:1]
     elif packet is None and not _computes(node, target, home):
@@ -470,17 +477,12 @@ def _several(node: fx.Node) -> fx.Node | None:
     return whole if one and isinstance(whole, fx.Node) else None
 
 
-def _is_unknown(node: fx.Node) -> bool:
-    known = isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
-    return not known and bool(tensors(node)) and len(written(node)) == len(tensors(node))
-
-
 def _computes(node: fx.Node, target: Any, home: str) -> bool:
     """Whether a function without a schema is known to make a tensor of its own."""
     if node.op == "call_method":
         return hasattr(torch.Tensor, str(target))
     if isinstance(target, (types.BuiltinFunctionType, types.BuiltinMethodType)):
-        return home in _PLAIN_HOMES or not _is_unknown(node)
+        return home in _PLAIN_HOMES or is_known(node)
     return home in _PLAIN_HOMES or home in _TORCH_HOMES or _is_method(target)
 
 
@@ -541,4 +543,4 @@ def _method_name(target: Any) -> str:
     return str(getattr(target, "__name__", ""))
 
 
-__all__ = ["nodes_in", "shared", "tensors", "written"]
+__all__ = ["is_known", "nodes_in", "shared", "tensors", "written"]
