@@ -67,6 +67,8 @@ class Scanner:
         self.values = Values(memory)
         self.weights = Weights()
         self.tree: dict[fx.Node, fx.Node] = {}
+        # By root of a tree of steps, and by sum of unrelated tensors: what was added as it is, as bits.
+        self.injected: dict[fx.Node, int] = {}
         # x + constant that only another add reads: part of that one if it turns out to be a step.
         self.loose: dict[fx.Node, AddRecord] = {}
         self.sums: dict[fx.Node, Sum] = {}
@@ -351,6 +353,8 @@ class Scanner:
             # x + w * x, and a * x + b * x0 in the first layer: a copy of the stream is added to it.
             a = left.term.product is None and not self.values.is_constant(left.head)
             b = not a
+        elif (again := self._injected_again(left, right)) is not None:
+            a = again is right
         elif a and b:
             if self._same_tree(left, right):
                 # Both are states of one stream: the later one goes on, the older one is added to it.
@@ -372,6 +376,20 @@ class Scanner:
             branch.close()
         return skip, branch
 
+    def _injected_again(self, left: Side, right: Side) -> Side | None:
+        """The side that was added to the other one's stream before, and is no state: it is added once more."""
+        for state, other in ((left, right), (right, left)):
+            base = self.out.base[state.head]
+            known = self.injected.get(self.tree.get(base, base), 0)
+            if known & self.bits.bit.get(self.out.base[other.head], 0) and state.is_state and not other.is_state:
+                return other
+        return None
+
+    def _holds(self, node: fx.Node) -> int:
+        """``node`` and what was added to make it, as bits."""
+        base = self.out.base[node]
+        return self.bits.bit.get(base, 0) | self.injected.get(base, 0)
+
     def _same_tree(self, left: Side, right: Side) -> bool:
         base = self.out.base
         trees = [self.tree.get(base[s.head], base[s.head]) for s in (left, right)]
@@ -381,6 +399,7 @@ class Scanner:
         constant = [t for t in operands if self.values.is_constant(t.node) and t.product is None]
         self._reject(node, Reason.CONSTANT_OPERAND if constant else Reason.UNRELATED_OPERANDS)
         if not constant:
+            self.injected[node] = self._holds(operands[0].node) | self._holds(operands[1].node)
             lookalikes.note_mixture(self, node, operands)
             lookalikes.note_shift(self, node, operands)
             if lookalikes.updates_a_part(self, node, operands):
@@ -434,12 +453,14 @@ class Scanner:
         through = 0
         for factor in branch.factors:
             through |= self.reach_of(factor)
+        root = self.tree.get(base, base)
+        self.injected[root] = self.injected.get(root, 0) | self._holds(branch.head)
         for sibling in self.out.children[base]:
             if through & self.bits.bit.get(sibling.node, 0):
                 record.fed_by.append(sibling.node)
         self.out.children[base].append(record)
         self.out.steps[node] = record
-        self.tree[node] = self.tree.get(base, base)
+        self.tree[node] = root
         # Later steps on the same state ask whether this one feeds them.
         until = self.needed_until.get(base, 0)
         if until > self.memory.position[node]:
