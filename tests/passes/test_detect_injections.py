@@ -63,10 +63,8 @@ class ByHand(nn.Module):
         sources: list[Tensor] = []
         for i in range(LAYERS):
             a, b, c = net.scales[i]
-            if i == 0:
-                sources = [a * x0 + b * x0 + c * y0]
-            else:
-                sources = [a * source for source in sources] + [b * x0 + c * y0]
+            injected = b * x0 + c * y0
+            sources = [a * source for source in sources] + [injected] if i else [a * x0 + injected]
             for j in (2 * i, 2 * i + 1):
                 read = mixed(left.pop(0), sources) if len(sources) > 1 else sources[0]
                 sources.append(net.f(j, read))
