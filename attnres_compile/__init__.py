@@ -13,7 +13,7 @@
 """
 
 from attnres_compile import ops
-from attnres_compile.api import explain, pseudo_queries, report, revert, rewrite_graph, transform
+from attnres_compile.api import explain, plain, pseudo_queries, report, revert, rewrite_graph, transform
 from attnres_compile.config import AttnResConfig
 from attnres_compile.depth_weights import DepthWeights, StreamWeights, depth_weights
 from attnres_compile.errors import (
@@ -78,6 +78,7 @@ __all__ = [
     "export_program",
     "load_queries",
     "ops",
+    "plain",
     "pseudo_queries",
     "report",
     "revert",

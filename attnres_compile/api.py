@@ -1,17 +1,18 @@
-"""What users call: explain, transform, report, pseudo_queries, revert, rewrite_graph."""
+"""What users call: explain, transform, report, pseudo_queries, plain, revert, rewrite_graph."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from attnres_compile import data_parallel, graphs
+from attnres_compile import calls, data_parallel, graphs, steps
 from attnres_compile.accepting import refuse_no_graph, refuse_strangers
 from attnres_compile.config import AttnResConfig
-from attnres_compile.conversion import ConvertedForward
+from attnres_compile.conversion import ConvertedForward, methods_of
 from attnres_compile.crossing.regions import unwrap
 from attnres_compile.errors import (
     AttnResError,
@@ -104,7 +105,7 @@ def transform(
                 remedy="Rename it: its name is where the pseudo-queries live",
             )
     for number, item in enumerate(conversions):
-        _convert(model.get_submodule(item.path), item, config, share(whole, item.path, config, first=number == 0))
+        _convert(model, item, config, share(whole, item.path, config, first=number == 0))
     return model
 
 
@@ -157,19 +158,41 @@ def revert(model: nn.Module) -> nn.Module:
     if not found:
         raise _not_transformed(model)
     for path, owner, _ in found:
-        if not isinstance(owner.__dict__.get("forward"), ConvertedForward):
+        if not methods_of(owner):
             raise AttnResError(
-                "the forward of a converted module was wrapped or replaced after transform",
+                "the converted method of a module was wrapped or replaced after transform",
                 module=path,
                 remedy="Undo that first (accelerate: remove_hook_from_module), then revert",
             )
     for _, owner, _ in found:
-        forward = owner.__dict__.pop("forward")
-        unwrap(owner, forward.regions)
-        if forward.previous is not None:
-            owner.__dict__["forward"] = forward.previous
+        methods = methods_of(owner)
+        steps.release(model, [method.key for method in methods])
+        for method in methods:
+            del owner.__dict__[method.name]
+            unwrap(owner, method.regions)
+            if method.previous is not None:
+                owner.__dict__[method.name] = method.previous
         del owner._modules[CHILD]
     return model
+
+
+@contextlib.contextmanager
+def plain(model: nn.Module) -> Iterator[None]:
+    """While open, ``model`` and all parts of it run as the originals in this thread, without depth attention.
+
+    For those who want the plain sum of a transformed model, or call its layers one by one: outside of this, that
+    raises :class:`PlainExecutionError`. ``torch.compile`` around a model knows nothing of it: what is compiled inside
+    raises, and what was compiled before runs as it was compiled.
+
+    Raises:
+        NotTransformedError: the model is not transformed.
+    """
+    refuse_strangers(model)
+    keys = frozenset(method.key for _, owner, _ in converted(model) for method in methods_of(owner))
+    if not keys:
+        raise _not_transformed(model)
+    with calls.plainly(keys):
+        yield
 
 
 @torch.inference_mode(False)
@@ -207,11 +230,13 @@ def rewrite_graph(
 # ------------------------------------------------------------------ how
 
 
-def _convert(owner: nn.Module, item: Conversion, config: AttnResConfig, part: TransformReport) -> None:
+def _convert(model: nn.Module, item: Conversion, config: AttnResConfig, part: TransformReport) -> None:
+    owner = model.get_submodule(item.path)
     queries = item.queries(owner, config, part)
-    forward = ConvertedForward(owner, item.route, item.regions)
+    method = ConvertedForward(owner, item.route, item.regions, item.method)
     owner._modules[CHILD] = queries
-    owner.__dict__["forward"] = forward
+    owner.__dict__[item.method] = method
+    steps.guard(model, method.key, item.guarded)
 
 
 def _not_transformed(model: nn.Module) -> NotTransformedError:
@@ -221,4 +246,4 @@ def _not_transformed(model: nn.Module) -> NotTransformedError:
     )
 
 
-__all__ = ["explain", "pseudo_queries", "report", "revert", "rewrite_graph", "transform"]
+__all__ = ["explain", "plain", "pseudo_queries", "report", "revert", "rewrite_graph", "transform"]

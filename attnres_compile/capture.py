@@ -58,11 +58,14 @@ class _Stop(Exception):
 class _Call:
     """Calls the module through an attribute whose name paths are cleaned of, as converted modules are."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, method: str = "forward") -> None:
         setattr(self, facts.OWNER, model)
+        self.method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._attnres_owner(*args, **kwargs)  # type: ignore[attr-defined]
+        if self.method == "forward":
+            return self._attnres_owner(*args, **kwargs)  # type: ignore[attr-defined]
+        return getattr(self._attnres_owner, self.method)(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 def capture(model: nn.Module, inputs: Inputs) -> Capture:
@@ -120,10 +123,10 @@ def set_up(model: nn.Module, original: Callable[..., Any], inputs: Inputs) -> No
     _Guarded(model, inputs).by(original)
 
 
-def first_break(model: nn.Module, inputs: Inputs) -> GraphBreak | None:
-    """Where tracing ``model`` as one graph stops, or ``None`` where it does not (or fails in another way)."""
+def first_break(model: nn.Module, inputs: Inputs, method: str = "forward") -> GraphBreak | None:
+    """Where tracing a method of ``model`` as one graph stops, or ``None`` where it does not (or fails otherwise)."""
     try:
-        _whole(model, inputs)
+        _whole(model, inputs, method=method)
     except _stopped() as error:
         return GraphBreak(*_break(error))
     except Exception:  # The caller has an error to raise already; this one would hide it.
@@ -202,7 +205,7 @@ def _trap(model: nn.Module, path: str, graphs: dict[str, fx.GraphModule]) -> Ite
             owner.__dict__["forward"] = saved
 
 
-def _whole(model: nn.Module, inputs: Inputs, root: nn.Module | None = None) -> fx.GraphModule:
+def _whole(model: nn.Module, inputs: Inputs, root: nn.Module | None = None, method: str = "forward") -> fx.GraphModule:
     """One graph of ``model``; its nodes name modules by their paths in ``root`` (``model`` itself if not given)."""
 
     def stop(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
@@ -210,7 +213,7 @@ def _whole(model: nn.Module, inputs: Inputs, root: nn.Module | None = None) -> f
 
     with making("capture") as made:
         try:
-            _traced(_Call(model), stop, inputs, fullgraph=True)
+            _traced(_Call(model, method), stop, inputs, fullgraph=True)
         except Exception as error:
             found = _stop_inside(error)
             if found is None:
@@ -266,7 +269,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _break(error: Any) -> tuple[str, str]:
-    frames = [f for f in getattr(error, "real_stack", None) or () if not f.filename.startswith(facts.TORCH)]
+    frames = [f for f in getattr(error, "real_stack", None) or () if not f.filename.startswith(facts.NOT_THE_USERS)]
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     text = getattr(error, "gb_type", None) or _first_line(error)
     return str(text), where

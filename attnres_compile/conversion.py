@@ -1,5 +1,8 @@
 """What a converted module's ``forward`` is: the declaration of its queries, then the original forward.
 
+Where all adds of a stream stand under another method that ``forward`` calls (timm's ``forward_features``), it is that
+method, so that all who call it run the same.
+
 The object stands in the module's instance ``__dict__``, so the class, its methods and its keys stay what they
 were. It is a plain picklable object that knows its module: a deep copy or an unpickled module has a working
 one of its own.
@@ -11,13 +14,14 @@ import contextlib
 import contextvars
 import inspect
 import types
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from attnres_compile import backend, capture, function_transforms, hooks
+from attnres_compile import backend, calls, capture, function_transforms, hooks, symbolic
 from attnres_compile.crossing import journey
 from attnres_compile.crossing.piece import compiled_in_pieces
 from attnres_compile.crossing.regions import Regions
@@ -32,7 +36,7 @@ from attnres_compile.tally import counting
 
 
 class ConvertedForward:
-    """The ``forward`` of a converted module.
+    """The ``forward`` of a converted module, or another method of it.
 
     Called eagerly it runs the compiled, rewritten module. Traced by an outer ``torch.compile`` it leaves its
     declaration in the graph, for the backend (ours, or Inductor through our pre-grad pass) to rewrite. Traced by
@@ -43,13 +47,21 @@ class ConvertedForward:
         route: of its stream, where that runs through graph breaks. Then an outer compiler does not trace into it, nor
             where it holds recurrent layers of torch.
         regions: paths, relative to it, of modules that the user compiled on their own. Then nothing else is compiled.
+        name: of the method.
+
+    Attributes:
+        key: by which modules inside know a call of this one; copies have the same.
     """
 
-    def __init__(self, owner: nn.Module, route: Route | None = None, regions: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, owner: nn.Module, route: Route | None = None, regions: tuple[str, ...] = (), name: str = "forward"
+    ) -> None:
         setattr(self, OWNER, owner)
         self.route = route
         self.regions = regions
-        self.previous = owner.__dict__.get("forward")
+        self.name = name
+        self.key = uuid.uuid4().hex
+        self.previous = owner.__dict__.get(name)
         # Whether dynamo wants to be told to trace what is inside. An outer compiler was not told.
         self.recurrent = any(isinstance(module, nn.RNNBase) for module in owner.modules())
         self._compiled: Callable[..., Any] | None = None
@@ -69,11 +81,19 @@ class ConvertedForward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The original forward's signature: libraries look at it to choose arguments."""
-        original = self.previous if self.previous is not None else type(self.owner).forward.__get__(self.owner)
-        return inspect.signature(original)
+        """The original method's signature: libraries look at it to choose arguments."""
+        return inspect.signature(self.original)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The method without depth attention."""
+        own = self.previous if self.previous is not None else getattr(type(self.owner), self.name).__get__(self.owner)
+        method: Callable[..., Any] = own
+        return method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and calls.is_plain(self.key):
+            return self.original(*args, **kwargs)
         if _exporting():
             if torch.compiler.is_dynamo_compiling():
                 # dynamo can raise what it can build, and builds no exception with a constructor of its own.
@@ -85,25 +105,29 @@ class ConvertedForward:
             return self.traced(*args, **kwargs) if whole else self.apart(*args, **kwargs)
         if torch._C._get_tracing_state() is not None:
             _refuse("torch.jit.trace")
+        if any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values())):
+            raise symbolic.refusal()
         with capture.recurrent_layers() if self.recurrent else contextlib.nullcontext():
             return self.run(*args, **kwargs)
 
     def traced(self, *args: Any, **kwargs: Any) -> Any:
         """The code that is traced: the declaring op, then the original forward."""
         owner = self._attnres_owner  # type: ignore[attr-defined]
+        calls.entered()
         if self.hooked == "none":
             pass  # Read, so that what is compiled holds for these hooks alone.
         queries = owner.attnres
         torch.ops.attnres.declare.default(queries.token, queries.tensors(), queries.text)
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        return type(owner).forward(owner, *args, **kwargs)
+        return getattr(type(owner), self.name)(owner, *args, **kwargs)
 
     def broken(self, *args: Any, **kwargs: Any) -> Any:
         """The code that is traced in pieces: the original forward. What it lacks, its graphs bring."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        return type(self._attnres_owner).forward(self._attnres_owner, *args, **kwargs)  # type: ignore[attr-defined]
+        owner = self._attnres_owner  # type: ignore[attr-defined]
+        return getattr(type(owner), self.name)(owner, *args, **kwargs)
 
     @torch._compile._disable_dynamo
     def apart(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +137,10 @@ class ConvertedForward:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rewritten module, compiling it at the first call."""
+        with calls.running(self.key):
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         queries = queries_in(self.owner)
         assert queries is not None
         query = next(queries.parameters(), queries.token)
@@ -218,7 +246,7 @@ class ConvertedForward:
 
     def _explained(self, error: PlanMismatchError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanMismatchError:
         """The error with the place of the graph break that caused it, if one did."""
-        found = capture.first_break(self.owner, Inputs(args, kwargs))
+        found = capture.first_break(self.owner, Inputs(args, kwargs), self.name)
         if found is None:
             return error
         return PlanMismatchError(
@@ -272,6 +300,7 @@ def _serve_inductor() -> None:
     from attnres_compile.inductor_pass import install
 
     install()
+    symbolic.install()
 
 
 def _exporting() -> bool:
@@ -279,6 +308,11 @@ def _exporting() -> bool:
     if hasattr(torch.compiler, "_is_exporting_flag"):
         return torch.compiler._is_exporting_flag
     return torch.compiler.is_exporting()
+
+
+def methods_of(module: nn.Module) -> list[ConvertedForward]:
+    """The converted methods of a module."""
+    return [value for value in module.__dict__.values() if isinstance(value, ConvertedForward)]
 
 
 def _own_code(forward: ConvertedForward, function: Any = ConvertedForward.traced) -> Callable[..., Any]:

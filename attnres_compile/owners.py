@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+import itertools
+import types
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import fx, nn
 
@@ -11,6 +15,7 @@ from attnres_compile.passes import facts
 from attnres_compile.passes.streams import Detection, Rejection, ResidualStream
 from attnres_compile.reporting import STREAM_REASONS
 
+T = TypeVar("T")
 # A line of a module's code, by the module's path.
 Line = tuple[str, str]
 
@@ -18,6 +23,59 @@ Line = tuple[str, str]
 def path_of(model: nn.Module, streams: Iterable[ResidualStream]) -> str:
     """Path of the lowest module of ``model`` whose one call makes all of the streams."""
     return facts.owner_path(model, [step.node for stream in streams for step in stream.steps])
+
+
+def method_of(model: nn.Module, path: str, streams: Iterable[ResidualStream]) -> tuple[str, str]:
+    """Which method of which module runs all steps of the streams that the module at ``path`` owns.
+
+    The innermost one: where ``forward`` calls ``self.forward_features``, or ``self.backbone.forward_features``, in
+    which all adds stand, then this. By lines of code alone; whether ``forward`` gets there by the module's attribute
+    is for the caller to see.
+
+    Returns:
+        The module's path and the method's name: ``path`` and ``"forward"`` where there is no other.
+    """
+    nodes = [step.node for stream in streams for step in stream.steps]
+    for file, line, function in reversed(common(facts.frames(node) for node in nodes)):
+        for below in _from_below(path, common(_parts(facts.module_path(node)) for node in nodes)):
+            try:
+                module = model.get_submodule(below)
+            except AttributeError:
+                continue
+            if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+                continue
+            if _is_method(module, function, file, line):
+                return below, function
+    return path, "forward"
+
+
+def _parts(path: str) -> list[str]:
+    return path.split(".") if path else []
+
+
+def common(lists: Iterable[list[T]]) -> list[T]:
+    """What all lists begin with."""
+    columns = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*lists, strict=False))
+    return [column[0] for column in columns]
+
+
+def _from_below(owner: str, parts: list[str]) -> Iterator[str]:
+    """The paths from that of ``parts`` upwards to ``owner``."""
+    for length in range(len(parts), len(_parts(owner)) - 1, -1):
+        yield ".".join(parts[:length])
+
+
+def _is_method(module: nn.Module, name: str, file: str, line: int) -> bool:
+    """Whether that line is in the code that ``module.name(...)`` runs, and the code is a method's of a user."""
+    method = module.__dict__.get(name, inspect.getattr_static(type(module), name, None))
+    function = getattr(method, "__func__", method) if inspect.ismethod(method) else method
+    known = inspect.getattr_static(nn.Module, name, None)
+    if not isinstance(function, types.FunctionType) or (known is not None and name != "forward"):
+        return False
+    code = function.__code__
+    if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE) or code.co_name != name:
+        return False
+    return code.co_filename == file and any(line == own for _, _, own in code.co_lines())
 
 
 def streams_of(model: nn.Module, detection: Detection) -> dict[str, tuple[ResidualStream, ...]]:
@@ -74,4 +132,4 @@ def _call(node: fx.Node, path: str) -> str:
     return next((key for key, entry in stack.items() if facts.clean_path(entry[0]) == path), "")
 
 
-__all__ = ["Line", "agreeing", "line_of", "path_of", "streams_of"]
+__all__ = ["Line", "agreeing", "common", "line_of", "method_of", "path_of", "streams_of"]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from attnres_compile import owners
+from attnres_compile import backend, owners
 from attnres_compile.accepting import refuse_strangers
 from attnres_compile.capture import capture, capture_owners, capture_pieces
 from attnres_compile.config import AttnResConfig
+from attnres_compile.conversion import ConvertedForward
 from attnres_compile.crossing.recording import record
 from attnres_compile.crossing.regions import compiled, is_inside
 from attnres_compile.crossing.route import Route, route_of
@@ -38,6 +40,7 @@ from attnres_compile.passes.streams import Detection, Reason, ResidualStream
 from attnres_compile.passes.writes import written
 from attnres_compile.report import GraphBreak, LeftAlone, TransformReport
 from attnres_compile.reporting import STREAM_REASONS, build_report, left_alone, parameters_per_site, refuse_strict
+from attnres_compile.steps import Place, places
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Conversion:
         route: of its stream, where that runs through graph breaks.
         regions: paths, relative to it, of modules that are compiled on their own.
         left: what :class:`Declaration` says of it.
+        method: name of the method that runs all of it.
+        guarded: modules of the model that hold its steps.
     """
 
     path: str
@@ -61,6 +66,8 @@ class Conversion:
     route: Route | None = None
     regions: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    method: str = "forward"
+    guarded: tuple[Place, ...] = ()
 
     @classmethod
     def of(
@@ -138,10 +145,11 @@ def study(
                 conversions[at] = item
                 extra += tuple(r for r in rejected if r.reason == Reason.MUTATED)
         conversions = [item for item in conversions if item.plans]
+    conversions = by_method(model, inputs, conversions, doubtful, config)
     plans = [each for item in conversions for each in item.plans]
     prefixes = [item.path for item in conversions for _ in item.plans]
     whole = build_report(detection, plans, config, prefixes)
-    return conversions, replace(whole, rejections=whole.rejections + extra)
+    return guarded(model, conversions), replace(whole, rejections=whole.rejections + extra)
 
 
 def study_graph(
@@ -183,6 +191,64 @@ def _with_unrecorded(
     everything = owners.agreeing(model, detect(graph.graph, config, gradients=False))
     found = {item.path: item for item in by_owner(model, everything, config, graph)}
     return [found[item.path].limited(item) if item.path in found else item for item in conversions]
+
+
+def guarded(model: nn.Module, conversions: Sequence[Conversion]) -> list[Conversion]:
+    """``conversions`` with the modules that may not run outside of them."""
+    return [
+        replace(item, guarded=places(model, item.path, item.method, streams, item.graph.graph, item.route is not None))
+        for item, streams in ((item, [each.stream for each in item.plans]) for item in conversions)
+    ]
+
+
+def by_method(
+    model: nn.Module, inputs: Inputs, conversions: Sequence[Conversion], doubtful: Sequence[str], config: AttnResConfig
+) -> list[Conversion]:
+    """``conversions``, each by the method that runs its streams, where the model gets to them by that method.
+
+    Whether it does is seen by tracing once more, with the declarations in it: a method can also be called around the
+    instance (``super().encode(x)``), or several times in one call of ``forward``.
+    """
+    found: list[Conversion] = []
+    changed = False
+    for item in conversions:
+        path, method = owners.method_of(model, item.path, [each.stream for each in item.plans])
+        if (path, method) == (item.path, "forward") or item.path in doubtful or item.left:
+            found.append(item)
+            continue
+        streams = tuple(each.stream for each in item.plans)
+        found.append(replace(Conversion.of(path, streams, config, item.graph), method=method))
+        changed = True
+    if not changed:
+        return list(conversions)
+    with contextlib.ExitStack() as stack:
+        for item in found:
+            stack.enter_context(declared(model, item, config))
+        try:
+            again = capture(model, inputs).graph
+            if again is not None and len({item.path for item in found}) == len(found):
+                names = sorted(facts.module_path(n) for n in again.graph.nodes if n.target is backend.DECLARE)
+                backend.rewrite_declared(again.graph)
+                if names and set(names) == {item.path for item in found}:
+                    return found
+        except AttnResError:
+            pass
+    return list(conversions)
+
+
+@contextlib.contextmanager
+def declared(model: nn.Module, item: Conversion, config: AttnResConfig) -> Iterator[None]:
+    """While open, the module of ``item`` is converted as it says."""
+    owner = model.get_submodule(item.path)
+    before = owner.__dict__.get(item.method)
+    owner._modules[CHILD] = item.queries(owner, config, TransformReport())
+    owner.__dict__[item.method] = ConvertedForward(owner, item.route, item.regions, item.method)
+    try:
+        yield
+    finally:
+        del owner._modules[CHILD], owner.__dict__[item.method]
+        if before is not None:
+            owner.__dict__[item.method] = before
 
 
 def _writes_in_place(item: Conversion) -> bool:
@@ -266,7 +332,7 @@ def _study_owners(
     for item, rejected in own.values():
         part = build_report(Detection((), ()), item.plans, config, [item.path] * len(item.plans))
         whole = whole.merged(replace(part, rejections=rejected))
-    return [item for item, _ in own.values() if item.plans], whole
+    return guarded(model, [item for item, _ in own.values() if item.plans]), whole
 
 
 def _study_recording(
@@ -333,7 +399,7 @@ def _study_recording(
             if not regions:
                 raise
             raise _already_compiled(model, regions[0], f": {error.what}", error.where) from error
-    return conversions, whole
+    return guarded(model, conversions), whole
 
 
 _REMOVE = "Remove what breaks the graph (TORCH_LOGS=graph_breaks shows all places)"

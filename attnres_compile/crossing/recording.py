@@ -197,7 +197,7 @@ def _place(frame: FrameType | None) -> str:
     """The innermost frame of the user's code, as a line of a stack trace."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((facts.TORCH, "<")):
+        if not file.startswith((*facts.NOT_THE_USERS, "<")):
             return f'  File "{file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
         frame = frame.f_back
     return ""

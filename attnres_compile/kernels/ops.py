@@ -1,8 +1,9 @@
 """The operators of this package: schemas, shapes, autograd and the default implementations.
 
 ``attnres::mix`` is depth attention of one site (arXiv 2603.15031), ``attnres::mix_backward`` its gradients,
-``attnres::declare`` the mark that a transformed module leaves in every graph it is traced into. The two phases and
-whole sites are in :mod:`phase_ops`. Importing any module of this package registers all; none imports Inductor.
+``attnres::declare`` the mark that a transformed module leaves in every graph it is traced into, ``attnres::outside``
+the one of a step of its stream that is traced without it. The two phases and whole sites are in :mod:`phase_ops`.
+Importing any module of this package registers all; none imports Inductor.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ LIBRARY.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define("declare(Tensor(a!) token, Tensor[] queries, str plan) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.define("outside(Tensor(a!) token, str module) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 # What Inductor opens each operator up into; :mod:`phase_ops` adds its own.
@@ -74,6 +76,21 @@ def _declare(token: Tensor, queries: list[Tensor], plan: str) -> None:
     )
 
 
+OUTSIDE = "a step of a converted residual stream was about to run outside of the module that owns it, as the plain sum"
+OUTSIDE_REMEDY = (
+    "Call what was converted (attnres_compile.report names the owners of streams). For the original use `with "
+    "attnres_compile.plain(model):`, or take the depth attention away with attnres_compile.revert(model)"
+)
+
+
+def _outside(token: Tensor, module: str) -> None:
+    raise PlainExecutionError(OUTSIDE, module=module, remedy=OUTSIDE_REMEDY)
+
+
+def _outside_fake(token: Tensor, module: str) -> None:
+    return None
+
+
 def _declare_fake(token: Tensor, queries: list[Tensor], plan: str) -> None:
     return None
 
@@ -81,12 +98,15 @@ def _declare_fake(token: Tensor, queries: list[Tensor], plan: str) -> None:
 LIBRARY.impl("mix", _mix, "CompositeExplicitAutograd")
 LIBRARY.impl("mix_backward", plain.mix_backward, "CompositeExplicitAutograd")
 LIBRARY.impl("declare", _declare, "CompositeExplicitAutograd")
-# Nothing flows through `declare`; without these keys a query that needs gradients meets an autograd kernel.
+LIBRARY.impl("outside", _outside, "CompositeExplicitAutograd")
+# Nothing flows through them; without these keys a query that needs gradients meets an autograd kernel.
 for _key in ("Autograd", "ADInplaceOrView"):
-    LIBRARY.impl("declare", torch.library.fallthrough_kernel, _key)
+    for _name in ("declare", "outside"):
+        LIBRARY.impl(_name, torch.library.fallthrough_kernel, _key)
 torch.library.register_fake("attnres::mix", _mix_fake, lib=LIBRARY)
 torch.library.register_fake("attnres::mix_backward", _mix_backward_fake, lib=LIBRARY)
 torch.library.register_fake("attnres::declare", _declare_fake, lib=LIBRARY)
+torch.library.register_fake("attnres::outside", _outside_fake, lib=LIBRARY)
 differentiation.register(LIBRARY, "mix", plain.mix, _differentiate, _save)
 differentiation.register_plainly(LIBRARY, "mix_backward", plain.mix_backward)
 DECOMPOSITIONS[torch.ops.attnres.mix.default] = plain.mix

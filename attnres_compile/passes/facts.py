@@ -88,8 +88,8 @@ def clean_path(path: str) -> str:
     parts: list[str] = []
     for part in path.split("."):
         if part == OWNER:
-            # ``a.forward._attnres_owner`` is ``a`` itself.
-            if parts and parts[-1] == "forward":
+            # ``a.forward._attnres_owner`` is ``a`` itself, and so is that of another method.
+            if parts:
                 parts.pop()
         elif part not in ("", "_modules", "_orig_mod", "__dict__"):
             parts.append(part)
@@ -120,16 +120,24 @@ def owner_path(model: torch.nn.Module, nodes: Iterable[fx.Node]) -> str:
 
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
 TORCH = os.path.dirname(torch.__file__)
+# This package's, and files whose frames are nobody's code: torch's, and ours that stand between a user's modules.
+OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+NOT_THE_USERS = (TORCH, OURS + "steps.py", OURS + "conversion.py")
+
+
+def frames(node: fx.Node) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame that made ``node``, from the outermost one inwards."""
+    trace = node.meta.get("stack_trace") or node.stack_trace or ""
+    return [(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(trace)]
 
 
 def source_line(node: fx.Node) -> str:
     """``file:line`` of the innermost frame outside torch that made ``node``, or ``""``."""
-    trace = node.meta.get("stack_trace") or node.stack_trace or ""
-    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(trace)]
-    for file, line in reversed(frames):
-        if not file.startswith(TORCH):
+    found = frames(node)
+    for file, line, _ in reversed(found):
+        if not file.startswith(NOT_THE_USERS):
             return f"{file}:{line}"
-    return ":".join(frames[-1]) if frames else ""
+    return f"{found[-1][0]}:{found[-1][1]}" if found else ""
 
 
 # ------------------------------------------------------------------ parameters
