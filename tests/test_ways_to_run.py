@@ -7,6 +7,7 @@ import pickle
 import threading
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -225,11 +226,20 @@ def test_gradients_of_a_method_are_those_of_forward() -> None:
     assert all(near(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_a_method_that_runs_twice_in_one_call_is_not_converted_by_itself() -> None:
+def test_a_method_that_runs_twice_in_one_call_is_converted_where_its_calls_share_queries() -> None:
     model, x = converted(CalledTwice), inputs()
+    assert "forward_features" in vars(model)
+    each = [by_hand(model, value) for value in (x, 2 * x)]
+    assert near(model(x), each[0] + each[1])
+    assert near(model.head(model.forward_features(x)), each[0])
+
+
+def test_a_method_whose_calls_have_queries_of_their_own_is_not_converted_by_itself() -> None:
+    model, x = original(CalledTwice), inputs()
+    ac.transform(model, x, replace(CONFIG, calls="separate"))
     assert "forward" in vars(model)
     assert "forward_features" not in vars(model)
-    assert torch.isfinite(model(x)).all()
+    assert near(model(x), original(CalledTwice)(x))
     with pytest.raises(ac.PlainExecutionError):
         model.forward_features(x)
 
