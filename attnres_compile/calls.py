@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import types
-from collections.abc import Iterator
-from typing import Any
-
-import torch
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from attnres_compile.errors import PlainExecutionError
 from attnres_compile.passes import facts
+
+T = TypeVar("T")
 
 _RUNNING: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("attnres_running", default=frozenset())
 _PLAIN: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("attnres_plain", default=frozenset())
@@ -56,7 +56,15 @@ def is_plain(key: str) -> bool:
 # ------------------------------------------------------------------ while dynamo traces
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def asked_while_traced(function: Callable[[], T]) -> Callable[[], T]:
+    """Have dynamo call ``function`` for real, while it traces, and take the answer for a constant. What
+    :func:`torch.compiler.assume_constant_result` does, which would load dynamo when this package is imported.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@asked_while_traced
 def entered() -> bool:
     """Note that the frame which asks is a call of a converted module; whether it is one inside another one of it.
 

@@ -57,7 +57,8 @@ def _shares(parameters: set[int]) -> bool:
     return any(
         id(parameter) in parameters
         for wrapper in gc.get_objects()
-        if isinstance(wrapper, DistributedDataParallel)
+        # By its type: a proxy of something that is gone raises when it is asked what it is.
+        if issubclass(type(wrapper), DistributedDataParallel)
         for parameter in wrapper.parameters()
     )
 

@@ -61,6 +61,11 @@ class StepGuard:
         self.previous = module.__dict__.get("forward")
         # Once reverted, where something else keeps it.
         self.released = False
+        _let_be()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _let_be()
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -108,7 +113,7 @@ class StepGuard:
         return any(line in _lines(code) for code in codes for line in self.place.lines)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@calls.asked_while_traced
 def _is_refused() -> bool:
     """Whether the guard that is traced would refuse."""
     guard = calls.asking()
@@ -123,9 +128,14 @@ def _is_refused() -> bool:
     return True
 
 
-# As a frame of its own dynamo lets it be: what it calls is compiled, or runs, as without it. All guards share its code,
-# and dynamo has only so many variants of one code.
-torch._dynamo.eval_frame.skip_code(StepGuard.__call__.__code__)
+@functools.cache
+def _let_be() -> None:
+    """As a frame of its own dynamo is to let a guard be: what it calls is compiled, or runs, as without it. All guards
+    share one code, and dynamo has only so many variants of one code.
+    """
+    from torch._dynamo.eval_frame import skip_code  # Importing this package loads no compiler.
+
+    skip_code(StepGuard.__call__.__code__)
 
 
 def _codes(frame: types.FrameType | None) -> Iterator[types.CodeType]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -72,10 +73,11 @@ def test_a_wrapper_of_other_parameters_or_of_the_past_is_no_matter() -> None:
     past = build()
     wrapper = DistributedDataParallel(past)
     wrapper.myself = wrapper  # What only the garbage collector can free.
+    of_something_gone = weakref.proxy(nn.Linear(1, 1))
     del wrapper
     ac.transform(past, example(), CONFIG)
     assert ac.pseudo_queries(model).keys() == ac.pseudo_queries(past).keys()
-    del other
+    del other, of_something_gone
     gc.collect()
 
 
