@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnres_compile.errors import LoweringError
 from attnres_compile.passes import ops
+from attnres_compile.passes.normal_forms import normalise
 
 # Key in ``node.meta`` of the region that a node belongs to.
 REGION = "attnres_region"
@@ -39,7 +40,8 @@ class Region:
 def open_regions(module: fx.GraphModule) -> list[Region]:
     """Put the bodies of checkpointed regions in place of their calls, in ``module.graph``, from the outside in.
 
-    A region whose body calls modules stays closed.
+    A region whose body calls modules stays closed. Steps that are spelt over several operators, in regions or
+    outside, are put into normal form.
 
     Returns:
         The regions, by the number that their nodes carry in ``meta``: that of the innermost one. A region that holds
@@ -58,6 +60,7 @@ def open_regions(module: fx.GraphModule) -> list[Region]:
             continue
         regions.append(Region(node.target, dict(node.kwargs), dict(node.meta), dict(body.meta), node.meta.get(REGION)))
         waiting.extendleft(reversed(_inline(module, node, body, len(regions) - 1)))
+    normalise(module.graph)
     return regions
 
 
