@@ -35,6 +35,7 @@ STREAM_REASONS = frozenset(
         Reason.DROPOUT_ON_STREAM,
         Reason.CLAMP_ON_STREAM,
         Reason.PARTIAL_UPDATE,
+        Reason.OPAQUE_STEP,
         Reason.CHECKPOINTED,
         Reason.UNKNOWN_FEATURES,
     }

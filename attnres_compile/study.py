@@ -466,7 +466,7 @@ def share(whole: TransformReport, path: str, config: AttnResConfig, first: bool)
 def no_stream(whole: TransformReport) -> str:
     """Why nothing could be converted, in one sentence."""
     if not whole.rejections:
-        return "the model has no residual stream: it adds no two tensors"
+        return "no residual stream was found: the traced graph adds no two tensors of one shape"
     counts: dict[str, int] = {}
     for rejection in whole.rejections:
         counts[rejection.reason] = counts.get(rejection.reason, 0) + 1

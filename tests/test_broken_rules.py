@@ -59,7 +59,7 @@ def _scaled_by_anything(self: Any, node: fx.Node, name: str) -> Any:
     return node.args[0] if isinstance(node.args[0], fx.Node) else node.args[1]
 
 
-def _any_rank(self: Any, node: fx.Node, plain: Any = Scanner._anchor_weight) -> Any:
+def _any_rank(self: Any, node: fx.Node, plain: Any = Scanner.anchor_weight) -> Any:
     if ops.name_of(node) in ops.CONTRACTIONS:
         return next((i for i in node.all_input_nodes if self.values.is_constant(i)), None)
     return plain(self, node)
@@ -150,7 +150,7 @@ BREAKS: dict[str, tuple[str, tuple[Change, ...]]] = {
     # anchors
     "no anchor is needed": ("polynomial", ((detect_pass, "_trim", _untrimmed),)),
     "any parameter anchors": ("token shift", ((Scanner, "_is_anchored", _yes),)),
-    "weights of one dimension anchor": ("one dimension", ((Scanner, "_anchor_weight", _any_rank),)),
+    "weights of one dimension anchor": ("one dimension", ((Scanner, "anchor_weight", _any_rank),)),
     "a contraction off the path anchors": ("not on the path", ((Scanner, "_is_anchored", _anywhere),)),
     "weightless steps are no sources": (
         "between anchors",

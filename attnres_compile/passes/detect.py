@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from attnres_compile.config import AttnResConfig
-from attnres_compile.passes import facts, features, ops, refusal
+from attnres_compile.passes import facts, features, opaque, ops, refusal
 from attnres_compile.passes.gradients import apart, unrecorded
 from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.record import watched
@@ -46,6 +46,7 @@ def detect(graph: fx.Graph, config: AttnResConfig | None = None, gradients: bool
     memory = Memory(graph)
     found = scan(graph, memory)
     rejections = dict(found.rejections)
+    rejections.update(opaque.rejections(found, rejections, config.min_sublayers))
     for node in found.checkpoints:
         rejections[node] = Rejection(Reason.CHECKPOINTED, node)
     mixtures = (

@@ -164,7 +164,7 @@ def _is_rooted(node: fx.Node) -> bool:
         for user in current.users:
             if ops.is_root(user):
                 return True
-            small = ops.ADDS | ops.SCALES | ops.CLAMPS | ops.CASTS | ops.INPLACE_ADDS | frozenset({"maximum"})
+            small = ops.ADDS | ops.SCALES | ops.CLAMPS | ops.CASTS | ops.INPLACE_ADDS | frozenset({"maximum", "where"})
             if far < 4 and user not in seen and ops.name_of(user) in small:
                 a, b = facts.tensor(node), facts.tensor(user)
                 if a is not None and b is not None and facts.same_shape(a.shape, b.shape):

@@ -123,7 +123,7 @@ ACTIVATIONS = frozenset(
         "module:ELU", "module:Mish", "module:Tanh",
     }
 )  # fmt: skip
-CLAMPS = frozenset({"clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_max", "nan_to_num", "where"})
+CLAMPS = frozenset({"clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_max", "nan_to_num"})
 # Asks for something about a tensor that its values do not enter.
 METADATA = frozenset(
     {

@@ -69,9 +69,29 @@ def _between(start: fx.Node, walked: set[fx.Node]) -> set[str]:
             name = ops.name_of(user)
             if ops.is_root(user):
                 names.add("sqrt")
+            elif name == "where" and _is_guard(user):
+                names.add("clamp")
             elif name not in ops.DROPOUTS or not ops.dropout_is_identity(user):
                 names.add(name)
     return names
+
+
+def _is_guard(node: fx.Node) -> bool:
+    """Whether a ``where`` puts numbers for what a state may not hold: its condition is made of the state."""
+    inputs = [operand for operand in node.all_input_nodes if facts.is_float(operand)]
+    kept = [operand for operand in inputs if operand.op != "get_attr" and operand.all_input_nodes]
+    if len(kept) != 1:
+        return False
+    seen: set[fx.Node] = set()
+    todo = [operand for operand in node.all_input_nodes if not facts.is_float(operand)]
+    while todo and len(seen) < _SEARCH:
+        behind = todo.pop()
+        if behind is kept[0]:
+            return True
+        if behind not in seen:
+            seen.add(behind)
+            todo += behind.all_input_nodes
+    return False
 
 
 def _is_local(node: fx.Node, name: str) -> bool:
@@ -81,6 +101,7 @@ def _is_local(node: fx.Node, name: str) -> bool:
         or name in ops.NORM_PARTS
         or name in ops.ACTIVATIONS
         or name in ops.CLAMPS
+        or name == "where"
         or name in ops.DROPOUTS
         or name in ops.SCALES
         or name in ops.ADDS
@@ -109,6 +130,8 @@ def _reason(names: set[str]) -> Reason | None:
         return Reason.POST_ACTIVATION
     if names & ops.CLAMPS:
         return Reason.CLAMP_ON_STREAM
+    if "where" in names:
+        return Reason.PARTIAL_UPDATE
     if names & ops.DROPOUTS:
         return Reason.DROPOUT_ON_STREAM
     if names & ops.INPLACE_SCALES.keys():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attnres_compile.passes import bodies, facts, lookalikes, ops
+from attnres_compile.passes import bodies, facts, lookalikes, opaque, ops
 from attnres_compile.passes.bits import Bits
 from attnres_compile.passes.memory import Memory
 from attnres_compile.passes.sides import AddRecord, Side
@@ -41,6 +41,7 @@ class Scan:
         highways: ``t * f(x) + (1 - t) * x`` by its add, each with the origin of its ``x``.
         shifted: the same for ``(x + constant) + f(x)``, where something is done to the first sum in between.
         lanes: the same for ``f(x) + matmul(m, x)``, where ``m`` is computed and mixes lanes of ``x``.
+        opaque: what may be a step although no add makes it, by the new state.
         affine: steps that add a learned vector to a state that was scaled by another one.
         checkpoints: activation-checkpointed regions.
     """
@@ -55,6 +56,7 @@ class Scan:
     highways: dict[fx.Node, fx.Node] = field(default_factory=dict)
     shifted: dict[fx.Node, fx.Node] = field(default_factory=dict)
     lanes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    opaque: dict[fx.Node, opaque.Opaque] = field(default_factory=dict)
     affine: set[fx.Node] = field(default_factory=set)
     checkpoints: list[fx.Node] = field(default_factory=list)
 
@@ -101,6 +103,8 @@ class Scanner:
             self._flow(node)
             if node in self.sums:
                 self._add(node, self.sums[node])
+            else:
+                opaque.note(self, node)
             self._pour(node)
             if node in self.needed_until or node in self.asked_until:
                 self._track(node)
@@ -152,9 +156,9 @@ class Scanner:
             self.out.checkpoints.append(node)
 
     def _learns(self, node: fx.Node) -> bool:
-        return ops.name_of(node) in ops.LOOKUPS or self._anchor_weight(node) is not None
+        return ops.name_of(node) in ops.LOOKUPS or self.anchor_weight(node) is not None
 
-    def _anchor_weight(self, node: fx.Node) -> fx.Node | None:
+    def anchor_weight(self, node: fx.Node) -> fx.Node | None:
         """The weight of a learned contraction, or ``None`` if ``node`` is none."""
         name = ops.name_of(node)
         # What somebody else's operator does with data and a matrix of the model is taken for a product.
@@ -225,6 +229,9 @@ class Scanner:
 
     def _plan_bits(self, nodes: list[fx.Node]) -> None:
         position = self.memory.position
+        for node in nodes:
+            for operand in opaque.operands(node):
+                self.needed_until[self.out.base[operand]] = position[node]
         ends: dict[fx.Node, int] = {}
         for node in reversed(nodes):
             total = self.sums.get(node)
@@ -258,7 +265,7 @@ class Scanner:
         for operand in inputs:
             reach |= self.reach_of(operand)
             anchored |= self.anchored_of(operand)
-        weight = self._anchor_weight(node)
+        weight = self.anchor_weight(node)
         if weight is not None:
             data = [i for i in inputs if not self.values.is_constant(i)]
             # The first operand of addmm is added to the product, not multiplied.

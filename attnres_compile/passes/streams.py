@@ -25,6 +25,7 @@ class Reason(enum.StrEnum):
     DROPOUT_ON_STREAM = "dropout_on_stream"
     CLAMP_ON_STREAM = "clamp_on_stream"
     PARTIAL_UPDATE = "partial_update"
+    OPAQUE_STEP = "opaque_step"
     TOO_FEW_SUBLAYERS = "too_few_sublayers"
     NO_LEARNED_BRANCH = "no_learned_branch"
     CONSTANT_OPERAND = "constant_operand"
@@ -50,7 +51,8 @@ MESSAGES = {
     Reason.SHARED_WEIGHTS: "steps of the stream share weights (a loop); depth_loops=True converts loops over depth",
     Reason.DROPOUT_ON_STREAM: "dropout acts on the stream itself between its adds",
     Reason.CLAMP_ON_STREAM: "a clamp (an overflow guard) acts on the stream itself between its adds",
-    Reason.PARTIAL_UPDATE: "between its adds the state is cut up and joined again, some parts updated and some not",
+    Reason.PARTIAL_UPDATE: "some parts of the state are updated and some are not (a join of parts, an index, a mask)",
+    Reason.OPAQUE_STEP: "a state and what is learned from it are put together by something else than an add",
     Reason.TOO_FEW_SUBLAYERS: "the stream has fewer residual steps than min_sublayers",
     Reason.NO_LEARNED_BRANCH: "no learned contraction lies between the two operands",
     Reason.CONSTANT_OPERAND: "one operand is a parameter or a constant (a bias or a position table)",
