@@ -308,7 +308,7 @@ def test_write_into_a_state_that_was_returned() -> None:
 @pytest.mark.parametrize(
     "cut",
     [
-        lambda x: torch.cat([x[:, :1], x[:, 1:]], 1),
+        lambda x: torch.cat([x[:, 1:], x[:, :1]], 1),
         lambda x: torch.stack([x, x], -1).mean(-1),
         lambda x: F.avg_pool1d(x, 3, 1, 1),
         lambda x: torch.cat([x[..., :3] * 2.0, x[..., 3:]], -1),
