@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from attnres_compile import calls, data_parallel, graphs, steps
+from attnres_compile import calls, data_parallel, graph_models, graphs, steps
 from attnres_compile.accepting import refuse_no_graph, refuse_strangers
 from attnres_compile.config import AttnResConfig
 from attnres_compile.conversion import ConvertedForward, methods_of
@@ -173,6 +173,7 @@ def revert(model: nn.Module) -> nn.Module:
             if method.previous is not None:
                 owner.__dict__[method.name] = method.previous
         del owner._modules[CHILD]
+        graph_models.revert(owner, [method.name for method in methods])
     return model
 
 
@@ -236,6 +237,7 @@ def _convert(model: nn.Module, item: Conversion, config: AttnResConfig, part: Tr
     method = ConvertedForward(owner, item.route, item.regions, item.method)
     owner._modules[CHILD] = queries
     owner.__dict__[item.method] = method
+    graph_models.convert(owner, method)
     steps.guard(model, method.key, item.guarded)
 
 

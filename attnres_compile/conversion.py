@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from attnres_compile import backend, calls, capture, function_transforms, hooks, symbolic
+from attnres_compile import backend, calls, capture, function_transforms, hooks, symbolic, tracers
 from attnres_compile.crossing import journey
 from attnres_compile.crossing.piece import compiled_in_pieces
 from attnres_compile.crossing.regions import Regions
 from attnres_compile.crossing.route import Route
 from attnres_compile.dynamo_graphs import CompiledCall, own_code
-from attnres_compile.errors import AttnResError, GraphBreakError, PlainExecutionError, PlanMismatchError
+from attnres_compile.errors import AttnResError, GraphBreakError, PlanMismatchError
 from attnres_compile.guarding import without_fast_path
 from attnres_compile.inputs import Inputs
 from attnres_compile.parameters import DepthQueries, queries_in
@@ -91,22 +91,23 @@ class ConvertedForward:
         method: Callable[..., Any] = own
         return method
 
+    @property
+    def __code__(self) -> types.CodeType:
+        """The original method's code: dynamo (of a graph module) and exporters look at it before they call."""
+        code: types.CodeType = inspect.unwrap(self.original).__code__
+        return code
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling() and calls.is_plain(self.key):
             return self.original(*args, **kwargs)
-        if _exporting():
-            if torch.compiler.is_dynamo_compiling():
-                # dynamo can raise what it can build, and builds no exception with a constructor of its own.
-                raise RuntimeError(_NO_EXPORT)
-            _refuse("torch.export")
         # Not is_compiling(): that is true in every thread while any thread compiles.
         if torch.compiler.is_dynamo_compiling():
+            tracers.refuse_strict_export()
             whole = self.route is None and not self.recurrent
             return self.traced(*args, **kwargs) if whole else self.apart(*args, **kwargs)
-        if torch._C._get_tracing_state() is not None:
-            _refuse("torch.jit.trace")
         if any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values())):
             raise symbolic.refusal()
+        tracers.refuse()
         with capture.recurrent_layers() if self.recurrent else contextlib.nullcontext():
             return self.run(*args, **kwargs)
 
@@ -254,6 +255,7 @@ class ConvertedForward:
         )
 
     def __getstate__(self) -> dict[str, Any]:
+        tracers.refuse_pickled_graph(self.owner)
         return {**self.__dict__, "_compiled": None, "_compiled_apart": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -303,13 +305,6 @@ def _serve_inductor() -> None:
     symbolic.install()
 
 
-def _exporting() -> bool:
-    # torch 2.11 answers is_exporting() with True in every graph that dynamo traces; the flag behind it is right.
-    if hasattr(torch.compiler, "_is_exporting_flag"):
-        return torch.compiler._is_exporting_flag
-    return torch.compiler.is_exporting()
-
-
 def methods_of(module: nn.Module) -> list[ConvertedForward]:
     """The converted methods of a module."""
     return [value for value in module.__dict__.values() if isinstance(value, ConvertedForward)]
@@ -329,14 +324,3 @@ def _unwrapped(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
             if isinstance(error.inner_exception, AttnResError):
                 raise error.inner_exception from None
             raise
-
-
-_REMEDY = (
-    "Use attnres_compile.export_program(model, example_inputs); or revert it, export, and use "
-    "attnres_compile.rewrite_graph"
-)
-_NO_EXPORT = f"torch.export cannot carry the depth attention of a transformed model. {_REMEDY}"
-
-
-def _refuse(what: str) -> None:
-    raise PlainExecutionError(f"{what} cannot carry the depth attention of a transformed model", remedy=_REMEDY)

@@ -19,9 +19,10 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from attnres_compile import api, graphs
+from attnres_compile import api, graph_models, graphs
 from attnres_compile.accepting import refuse_strangers
 from attnres_compile.config import AttnResConfig
+from attnres_compile.conversion import methods_of
 from attnres_compile.errors import AttnResError, CaptureError, ConfigError, LoweringError
 from attnres_compile.inputs import Inputs, as_inputs
 from attnres_compile.kernels import plain
@@ -77,6 +78,8 @@ def export(
     refuse_strangers(model)
     inputs = as_inputs(example_inputs)
     if isinstance(model, fx.GraphModule):
+        if methods_of(model):
+            raise graph_models.refusal()
         return _of_graph(model, inputs, config or AttnResConfig(), dynamic)
     if late_queries(model):
         raise AttnResError(

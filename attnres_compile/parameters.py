@@ -17,6 +17,7 @@ from attnres_compile.errors import PlanMismatchError
 from attnres_compile.passes.plan import BlockPlan, SitePlan
 from attnres_compile.recorded import RECORD, Record
 from attnres_compile.report import TransformReport
+from attnres_compile.tracers import refuse_script
 
 # Name of the child module that a converted module gets: the one prefix of the added state_dict keys.
 CHILD = "attnres"
@@ -219,6 +220,9 @@ class DepthQueries(nn.Module):
                 stacklevel=2,
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def __prepare_scriptable__(self) -> None:
+        refuse_script()
 
     def forward(self, value: Any) -> Any:
         """``value`` itself: a container such as ``nn.Sequential`` calls all its children in turn."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from attnres_compile import calls, owners
+from attnres_compile import calls, owners, tracers
 from attnres_compile.errors import PlainExecutionError
 from attnres_compile.kernels import ops as kernel_ops
 from attnres_compile.passes import facts
@@ -122,7 +122,7 @@ def _is_refused() -> bool:
         return False
     if guard.place.lines and not guard.is_called_from(calls.traced_codes()):
         return False
-    if torch.compiler._is_exporting_flag:
+    if tracers.exporting():
         # What is exported would raise where it runs, and should here.
         raise guard.refusal()
     return True

@@ -61,7 +61,7 @@ class RegionCall:
         self.regions = regions
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or current() is None:
+        if torch.compiler.is_dynamo_compiling() or current() is None:
             call = self.previous if self.previous is not None else self.region._call_impl
             return call(*args, **kwargs)
         return self.regions.call(self.region, args, kwargs)

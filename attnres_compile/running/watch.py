@@ -79,7 +79,7 @@ class ModuleWatch:
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._call.active or getattr(self._inside, "yes", False):
+            if torch.compiler.is_dynamo_compiling() or not self._call.active or getattr(self._inside, "yes", False):
                 return original(module, *args, **kwargs)
             if os.getpid() != self._pid or _traced():
                 return original(module, *args, **kwargs)
@@ -113,7 +113,7 @@ class ModuleWatch:
 
     def _no_longer_in_eager(self, *_: Any) -> None:
         stance, self._stance = self._stance, None
-        if stance is None or torch.compiler.is_compiling():
+        if stance is None or torch.compiler.is_dynamo_compiling():
             return
         self._hook.remove()
         # In place: a stance that the script has chosen meanwhile stays, and comes back to ours when it is left.
