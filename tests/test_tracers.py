@@ -138,7 +138,8 @@ def test_another_thread_runs_what_is_compiled_already(during: Callable[[Callable
     want = model(example())
     got = meanwhile(during, lambda: model(example()))
     assert isinstance(got, Tensor), got
-    assert relative_error(got, want) < 1e-5
+    # While one thread exports, torch patches the calls of modules in all of them: not always the same bits.
+    assert relative_error(got, want) < 1e-6 if during is exporting else torch.equal(got, want)
 
 
 @pytest.mark.parametrize("during", [exporting, compiling])
