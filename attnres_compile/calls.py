@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from attnres_compile.errors import PlainExecutionError
 from attnres_compile.passes import facts
 
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _RUNNING: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("attnres_running", default=frozenset())
 _PLAIN: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("attnres_plain", default=frozenset())
@@ -56,7 +56,7 @@ def is_plain(key: str) -> bool:
 # ------------------------------------------------------------------ while dynamo traces
 
 
-def asked_while_traced(function: Callable[[], T]) -> Callable[[], T]:
+def asked_while_traced(function: F) -> F:
     """Have dynamo call ``function`` for real, while it traces, and take the answer for a constant. What
     :func:`torch.compiler.assume_constant_result` does, which would load dynamo when this package is imported.
     """

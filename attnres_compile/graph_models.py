@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from attnres_compile import calls, tracers
@@ -18,7 +17,7 @@ from attnres_compile.errors import PlainExecutionError
 from attnres_compile.parameters import CHILD
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@calls.asked_while_traced
 def only_in_a_converted_call(key: str) -> None:
     """The first node of a converted graph module's graph.
 

@@ -6,6 +6,7 @@ What a thread does is asked of that thread alone: torch's own flags of exporting
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.exc import ShortenTraceback
 from torch.fx.experimental import proxy_tensor
 
+from attnres_compile import calls
 from attnres_compile.errors import PlainExecutionError
 
 REMEDY = (
@@ -26,13 +27,21 @@ _TORCH = Path(torch.__file__).parent
 _EXPORTERS = (str(_TORCH / "export"), str(_TORCH / "_export"))
 
 
-class _WhileTracedError(PlainExecutionError, ShortenTraceback):
-    """An error that dynamo hands on as it is: it makes a failure of its own of all that it does not know."""
+@functools.cache
+def _while_traced() -> type[PlainExecutionError]:
+    """The class of an error that dynamo hands on as it is; of all others it makes failures of its own."""
+    from torch._dynamo.exc import ShortenTraceback  # Importing this package loads no compiler.
 
-    def __init__(self, what: str, *, remedy: str) -> None:
-        self.what, self.module, self.where, self.remedy = what, "", "", remedy
-        self.first_useful_frame = None
-        RuntimeError.__init__(self, self._message())
+    class WhileTracedError(PlainExecutionError, ShortenTraceback):
+        def __init__(self, what: str, *, remedy: str) -> None:
+            self.what, self.module, self.where, self.remedy = what, "", "", remedy
+            self.first_useful_frame = None
+            RuntimeError.__init__(self, self._message())
+
+        def __reduce__(self) -> tuple[object, ...]:
+            return functools.partial(PlainExecutionError, self.what, remedy=self.remedy), ()
+
+    return WhileTracedError
 
 
 def refuse() -> None:
@@ -53,7 +62,7 @@ def refuse() -> None:
         raise refusal("make_fx")
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@calls.asked_while_traced
 def refuse_strict_export() -> None:
     """Raise where what dynamo traces is to be exported. Asked by traced code, and answered when it is traced.
 
@@ -116,5 +125,5 @@ def refusal(tracer: str, traced: bool = False, remedy: str = REMEDY) -> PlainExe
         traced: whether it is raised where dynamo traces: then dynamo hands it on as it is.
         remedy: what to do instead.
     """
-    kind = _WhileTracedError if traced else PlainExecutionError
+    kind = _while_traced() if traced else PlainExecutionError
     return kind(f"{tracer} cannot carry the depth attention of a transformed model", remedy=remedy)

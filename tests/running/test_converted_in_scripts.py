@@ -155,7 +155,7 @@ def test_nothing_to_convert(run: Any) -> None:
     ran = run("Plain()(torch.randn(2, 20))")
     assert ran.outcome.conversion is None
     assert ran.outcome.ending.code == 0
-    assert ran.outcome.refused[0].reason.startswith("the model has no residual stream")
+    assert ran.outcome.refused[0].reason.startswith("no residual stream was found")
     ran = run("print('no model')")
     assert ran.outcome.refused == ()
 
