@@ -19,6 +19,7 @@ from attnres_compile.errors import (
     GraphBreakError,
     NotTransformedError,
 )
+from attnres_compile.guarding import outside_inference_mode
 from attnres_compile.parameters import CHILD, converted, late_queries
 from attnres_compile.passes.checkpoint import close_regions
 from attnres_compile.report import GraphBreak, TransformReport
@@ -26,7 +27,7 @@ from attnres_compile.reporting import join
 from attnres_compile.study import Conversion, refuse, refuse_wrapped, share, study, study_graph
 
 
-@torch.inference_mode(False)
+@outside_inference_mode()
 def explain(model: nn.Module, example_inputs: Any, config: AttnResConfig | None = None) -> TransformReport:
     """Say what :func:`transform` would do. Changes nothing and, unless tracing breaks, runs nothing.
 
@@ -52,7 +53,7 @@ def explain(model: nn.Module, example_inputs: Any, config: AttnResConfig | None 
 
 
 # The queries are trained: they must be no inference tensors, whatever the caller's mode.
-@torch.inference_mode(False)
+@outside_inference_mode()
 def transform(
     model: nn.Module, example_inputs: Any, config: AttnResConfig | None = None, *, verify: bool = False
 ) -> nn.Module:
@@ -196,7 +197,7 @@ def plain(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@torch.inference_mode(False)
+@outside_inference_mode()
 def rewrite_graph(
     graph_module: fx.GraphModule | torch.export.ExportedProgram,
     example_inputs: Sequence[Any] | None = None,

@@ -85,8 +85,9 @@ def rewrite_declared(graph: fx.Graph, options: Mapping[str, Any] | None = None, 
                 owner.streams.append(stream)
     planned: list[tuple[_Declared, tuple[BlockPlan, ...]]] = []
     for item in declared:
-        plans = item.declaration.recognised(plan(tuple(item.streams), item.declaration.config, item.prefix))
-        item.declaration.check(plans, item.prefix, reasons)
+        said = item.declaration
+        plans = said.recognised(plan(tuple(item.streams), said.config, item.prefix, said.method))
+        said.check(plans, item.prefix, reasons)
         planned.append((item, plans))
     for item, plans in planned:
         names = item.declaration.sites

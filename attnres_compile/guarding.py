@@ -15,6 +15,17 @@ from attnres_compile.errors import AttnResError
 
 
 @contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Out of the caller's ``inference_mode``, where no tensor can be made that is trained.
+
+    Gradients are recorded if they were: ``torch.inference_mode(False)`` by itself turns them on.
+    """
+    recorded = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(recorded):
+        yield
+
+
+@contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[Guard]:
     """Puts back what runs of ``model`` inside this context change, and turns gradients off.
 

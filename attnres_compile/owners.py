@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 from torch import fx, nn
 
@@ -15,7 +13,6 @@ from attnres_compile.passes import facts
 from attnres_compile.passes.streams import Detection, Rejection, ResidualStream
 from attnres_compile.reporting import STREAM_REASONS
 
-T = TypeVar("T")
 # A line of a module's code, by the module's path.
 Line = tuple[str, str]
 
@@ -36,8 +33,8 @@ def method_of(model: nn.Module, path: str, streams: Iterable[ResidualStream]) ->
         The module's path and the method's name: ``path`` and ``"forward"`` where there is no other.
     """
     nodes = [step.node for stream in streams for step in stream.steps]
-    for file, line, function in reversed(common(facts.frames(node) for node in nodes)):
-        for below in _from_below(path, common(_parts(facts.module_path(node)) for node in nodes)):
+    for file, line, function in reversed(facts.common(facts.frames(node) for node in nodes)):
+        for below in _from_below(path, facts.common(_parts(facts.module_path(node)) for node in nodes)):
             try:
                 module = model.get_submodule(below)
             except AttributeError:
@@ -51,12 +48,6 @@ def method_of(model: nn.Module, path: str, streams: Iterable[ResidualStream]) ->
 
 def _parts(path: str) -> list[str]:
     return path.split(".") if path else []
-
-
-def common(lists: Iterable[list[T]]) -> list[T]:
-    """What all lists begin with."""
-    columns = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*lists, strict=False))
-    return [column[0] for column in columns]
 
 
 def _from_below(owner: str, parts: list[str]) -> Iterator[str]:
@@ -132,4 +123,4 @@ def _call(node: fx.Node, path: str) -> str:
     return next((key for key, entry in stack.items() if facts.clean_path(entry[0]) == path), "")
 
 
-__all__ = ["Line", "agreeing", "common", "line_of", "method_of", "path_of", "streams_of"]
+__all__ = ["Line", "agreeing", "line_of", "method_of", "path_of", "streams_of"]

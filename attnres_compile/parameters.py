@@ -35,22 +35,32 @@ class Declaration:
         dims: feature size of each of them.
         left: names of sites in streams that only the module's own graph takes for streams, and that the report says
             are left alone: in the whole model they are something else (the beginning of a post-norm stream).
+        method: name of the module's method that was converted.
     """
 
     config: AttnResConfig
     sites: tuple[str, ...]
     dims: tuple[int, ...]
     left: tuple[str, ...] = ()
+    method: str = "forward"
 
     @classmethod
-    def of(cls, plans: Sequence[BlockPlan], config: AttnResConfig, left: Sequence[str] = ()) -> Declaration:
+    def of(
+        cls, plans: Sequence[BlockPlan], config: AttnResConfig, left: Sequence[str] = (), method: str = "forward"
+    ) -> Declaration:
         """The declaration for ``plans``."""
         named = [(name, plan.stream.feature_dim) for plan in plans for name in plan.queries]
-        return cls(config, tuple(name for name, _ in named), tuple(dim for _, dim in named), tuple(left))
+        return cls(config, tuple(name for name, _ in named), tuple(dim for _, dim in named), tuple(left), method)
 
     def to_text(self) -> str:
         """A JSON string, the same for equal declarations."""
-        values = {"config": self.config.to_dict(), "sites": self.sites, "dims": self.dims, "left": self.left}
+        values = {
+            "config": self.config.to_dict(),
+            "sites": self.sites,
+            "dims": self.dims,
+            "left": self.left,
+            "method": self.method,
+        }
         return json.dumps(values, sort_keys=True)
 
     def wanted(self, plans: Sequence[BlockPlan]) -> tuple[BlockPlan, ...]:
@@ -94,6 +104,7 @@ class Declaration:
             tuple(values["sites"]),
             tuple(values["dims"]),
             tuple(values["left"]),
+            values["method"],
         )
 
     def check(self, plans: Sequence[BlockPlan], where: str, found: Sequence[str] = ()) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from attnres_compile import calls, owners, tracers
+from attnres_compile import calls, tracers
 from attnres_compile.errors import PlainExecutionError
 from attnres_compile.kernels import ops as kernel_ops
 from attnres_compile.passes import facts
@@ -227,7 +227,7 @@ def _elsewhere(owner: str, method: str, streams: Sequence[ResidualStream], graph
 
 def _call(nodes: Sequence[fx.Node], method: str) -> list[tuple[str, int, str]]:
     """The frames of all ``nodes`` down to that of the method, whose own line is left open; empty if there is none."""
-    shared = owners.common(facts.frames(node) for node in nodes)
+    shared = facts.common(facts.frames(node) for node in nodes)
     at = max((n for n, (_, _, function) in enumerate(shared) if function == method), default=None)
     return [] if at is None else [*shared[:at], (shared[at][0], 0, method)]
 

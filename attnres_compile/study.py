@@ -71,14 +71,19 @@ class Conversion:
 
     @classmethod
     def of(
-        cls, path: str, streams: tuple[ResidualStream, ...], config: AttnResConfig, graph: fx.GraphModule
+        cls,
+        path: str,
+        streams: tuple[ResidualStream, ...],
+        config: AttnResConfig,
+        graph: fx.GraphModule,
+        method: str = "forward",
     ) -> Conversion:
-        """Plan ``streams`` of ``graph`` for the module at ``path``."""
-        return cls(path, plan(streams, config, path), graph)
+        """Plan ``streams`` of ``graph`` for a method of the module at ``path``."""
+        return cls(path, plan(streams, config, path, method), graph, method=method)
 
     def declaration(self, config: AttnResConfig) -> Declaration:
         """What the module says of itself."""
-        return Declaration.of(self.plans, config, self.left)
+        return Declaration.of(self.plans, config, self.left, self.method)
 
     def limited(self, to: Conversion) -> Conversion:
         """This, what the module's own graph shows, without the streams that ``to``, what the whole model's shows, does
@@ -217,7 +222,7 @@ def by_method(
             found.append(item)
             continue
         streams = tuple(each.stream for each in item.plans)
-        found.append(replace(Conversion.of(path, streams, config, item.graph), method=method))
+        found.append(Conversion.of(path, streams, config, item.graph, method))
         changed = True
     if not changed:
         return list(conversions)

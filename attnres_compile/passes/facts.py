@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -15,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from attnres_compile.passes import ops
 
 Shape = Sequence[int | torch.SymInt]
+T = TypeVar("T")
 
 
 def tensor(node: fx.Node) -> torch.Tensor | None:
@@ -129,6 +131,12 @@ def frames(node: fx.Node) -> list[tuple[str, int, str]]:
     """File, line and function of each frame that made ``node``, from the outermost one inwards."""
     trace = node.meta.get("stack_trace") or node.stack_trace or ""
     return [(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(trace)]
+
+
+def common(lists: Iterable[list[T]]) -> list[T]:
+    """What all lists begin with."""
+    columns = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*lists, strict=False))
+    return [column[0] for column in columns]
 
 
 def source_line(node: fx.Node) -> str:

@@ -91,6 +91,10 @@ class Memory:
         """One node for all that share memory with ``node``, where something is written into that; else ``None``."""
         return self._group.get(node)
 
+    def origins(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The nodes that made the memory into which ``node`` writes."""
+        return tuple(self._members[self._find(target)][0] for target in self.targets(node))
+
     def is_functional(self, write: fx.Node) -> bool:
         """Whether the in-place op ``write`` could be its functional twin without anyone noticing.
 

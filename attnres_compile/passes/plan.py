@@ -12,6 +12,9 @@ from attnres_compile.passes import facts
 from attnres_compile.passes.calls import first_calls
 from attnres_compile.passes.streams import Read, ResidualStream
 
+# File, line and function.
+_Frame = tuple[str, int, str]
+
 
 @dataclass(frozen=True)
 class SitePlan:
@@ -86,25 +89,30 @@ def block_ranges(sublayers: int, config: AttnResConfig) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in itertools.pairwise(bounds))
 
 
-def plan(streams: tuple[ResidualStream, ...], config: AttnResConfig, prefix: str = "") -> tuple[BlockPlan, ...]:
+def plan(
+    streams: tuple[ResidualStream, ...], config: AttnResConfig, prefix: str = "", method: str = "forward"
+) -> tuple[BlockPlan, ...]:
     """Lay out blocks and sites for every stream.
 
     Args:
         streams: from :func:`attnres_compile.passes.detect.detect`.
         config: block layout and whether readers have queries of their own.
         prefix: module path to leave out of names; what lies outside it is called ``output``.
+        method: which method of the module at ``prefix`` makes the streams; what reads them outside of its call is
+            called ``output``, too, as it is where the method is traced by itself.
     """
     taken: dict[str, int] = {}
     plans: list[BlockPlan] = []
     for number, stream in enumerate(streams):
         blocks = block_ranges(len(stream.steps), config)
         sites: list[SitePlan] = []
+        call = _call_of(stream, method)
         done = 0
         for read in stream.reads:
             while done < len(blocks) and blocks[done].stop <= read.index:
                 done += 1
             partial = done < len(blocks) and read.index > blocks[done].start
-            for label, readers in _groups(read, config, prefix):
+            for label, readers in _groups(read, config, prefix, call):
                 name = _unique(label[0], taken)
                 sites.append(SitePlan(name, read.index, readers, done, partial, label))
         plans.append(BlockPlan(f"stream{number}", stream, blocks, tuple(sites)))
@@ -133,16 +141,38 @@ def _shared(plan: BlockPlan, first: BlockPlan) -> tuple[SitePlan, ...]:
     return tuple(sites)
 
 
-def _groups(read: Read, config: AttnResConfig, prefix: str) -> list[tuple[tuple[str, ...], tuple[fx.Node, ...]]]:
+def _groups(
+    read: Read, config: AttnResConfig, prefix: str, call: list[_Frame]
+) -> list[tuple[tuple[str, ...], tuple[fx.Node, ...]]]:
     """The readers of one state that share a query, each group with the paths of its modules."""
     by_path: dict[str, list[fx.Node]] = {}
     for reader in read.readers:
-        by_path.setdefault(reader_path(reader, prefix), []).append(reader)
+        path = reader_path(reader, prefix) if _is_made_in(reader, call) else "output"
+        by_path.setdefault(path, []).append(reader)
     if config.queries == "reader":
         return [((path,), tuple(nodes)) for path, nodes in by_path.items()]
     # A name inside the prefix, where there is one, is the same in every capture.
     paths = sorted(by_path, key=lambda path: path == "output")
     return [(tuple(paths), read.readers)]
+
+
+def _call_of(stream: ResidualStream, method: str) -> list[_Frame]:
+    """The frames from outside down to the call of the method, the innermost of its name, that makes the stream;
+    none where that is the whole forward of a module, whose path says the same.
+    """
+    if method == "forward":
+        return []
+    shared = facts.common(facts.frames(step.node) for step in stream.steps)
+    last = max((at for at, (_, _, function) in enumerate(shared) if function == method), default=-1)
+    return shared[: last + 1]
+
+
+def _is_made_in(node: fx.Node, call: list[_Frame]) -> bool:
+    """Whether ``node`` was made in that call: in any line of the method itself, come to by the same lines."""
+    if not call or node.op == "output":
+        return True
+    made = facts.frames(node)[: len(call)]
+    return len(made) == len(call) and made[:-1] == call[:-1] and made[-1][::2] == call[-1][::2]
 
 
 def reader_path(node: fx.Node, prefix: str = "") -> str:

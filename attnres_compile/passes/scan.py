@@ -119,13 +119,17 @@ class Scanner:
         return self.out
 
     def _name_writes(self) -> None:
-        """Call the sums that are written into a part of a state what they are."""
+        """Call the sums that are written into a part of a state, or over what was computed before, what they are."""
         held = (self.memory.group(n) for record in self.out.steps.values() for n in (record.node, record.base) if n)
         states = {group for group in held if group is not None}
         for node, left in self.out.rejections.items():
             written = {self.memory.group(target) for target in self.memory.targets(node)}
-            ordinary = left.reason in (Reason.UNRELATED_OPERANDS, Reason.CONSTANT_OPERAND)
-            if ordinary and written & states and not self.memory.is_functional(node):
+            computed = any(not self.values.is_constant(origin) for origin in self.memory.origins(node))
+            suspect = {
+                Reason.CONSTANT_OPERAND: bool(written & states),
+                Reason.UNRELATED_OPERANDS: bool(written & states) or computed,
+            }
+            if suspect.get(left.reason) and not self.memory.is_functional(node):
                 self.out.rejections[node] = Rejection(Reason.MUTATED, node)
 
     # -------------------------------------------------- what kind of value a node makes

@@ -39,7 +39,7 @@ _HAND_ON = frozenset(
         "atleast_3d", "broadcast_tensors", "meshgrid", "cartesian_prod", "H", "data", "__get__", "grad", "unflatten",
         "to_dlpack", "from_dlpack", "as_subclass", "module:Identity", "module:Flatten", "module:Unflatten", "identity",
         "set_", "requires_grad_", "rename_", "share_memory_", "tensor_split", "hsplit", "vsplit", "dsplit", "storage",
-        "untyped_storage", "__iter__", "iter", "next",
+        "untyped_storage", "__iter__", "iter", "next", "_get_data_attr",
     }
 )  # fmt: skip
 _PLAIN_HOMES = ("_operator", "operator", "builtins", "math")
@@ -51,7 +51,9 @@ _TORCH_HOMES = (
     "torch.utils.dlpack",
 )  # fmt: skip
 # Functions of torch written in C++ without a schema.
-_BUILTINS = frozenset({"asarray", "from_numpy", "frombuffer", "to_dlpack", "hsmm", "dsmm", "saddmm", "spmm"})
+_BUILTINS = frozenset(
+    {"_get_data_attr", "asarray", "from_numpy", "frombuffer", "to_dlpack", "hsmm", "dsmm", "saddmm", "spmm"}
+)
 # Higher-order operators that write nothing that they are given: they copy, or only look.
 _FUNCTIONAL = frozenset(
     {

@@ -22,6 +22,7 @@ from attnres_compile import api
 from attnres_compile.config import AttnResConfig
 from attnres_compile.data_parallel import gradients_cared_for
 from attnres_compile.errors import AttnResError
+from attnres_compile.guarding import outside_inference_mode
 from attnres_compile.inputs import Inputs, as_inputs
 from attnres_compile.parameters import converted
 from attnres_compile.report import TransformReport
@@ -343,7 +344,7 @@ def _failures_untold() -> Iterator[None]:
 @contextlib.contextmanager
 def _ordinary_tensors(inputs: Inputs) -> Iterator[Inputs]:
     """Out of inference mode: parameters that are made in it can never be trained."""
-    with torch.inference_mode(False):
+    with outside_inference_mode():
 
         def ordinary(tensor: Tensor) -> Tensor:
             return tensor.clone() if tensor.is_inference() else tensor
