@@ -95,16 +95,26 @@ class Original:
 
     def _by_parameters(self) -> float:
         moved = twin(self.make())
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        with torch.no_grad():
-            for parameter in moved.parameters():
-                # In the precision that the model computes in, whatever its parameters are in.
-                if not parameter.is_floating_point() or parameter.dtype not in MEANINGLESS:
-                    continue
-                eps = max(torch.finfo(dtype).eps for dtype in (parameter.dtype, self.dtype))
-                steps = torch.randint(-1, 2, parameter.shape, generator=generator).to(parameter.device)
-                parameter.mul_((1 + eps * steps.double()).to(parameter.dtype))
+        move_parameters(moved, self.dtype, self.seed + 1)
         return distance(self.ran, run(moved, self.inputs, self.seed))
+
+
+@torch.no_grad()
+def move_parameters(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
+    """Move each number of each parameter by up to one rounding.
+
+    Args:
+        model: changed in place.
+        dtype: whose roundings; a coarser parameter's are its own.
+        seed: of the directions.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if not parameter.is_floating_point() or parameter.dtype not in MEANINGLESS:
+            continue
+        eps = max(torch.finfo(each).eps for each in (parameter.dtype, dtype))
+        steps = torch.randint(-1, 2, parameter.shape, generator=generator).to(parameter.device)
+        parameter.mul_((1 + eps * steps.double()).to(parameter.dtype))
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,8 @@ def test_pipelining_says_why() -> None:
 # ------------------------------------------------------------------ threads
 
 
-def meanwhile(during: Callable[[Callable[[], None]], Any], call: Callable[[], Any]) -> Any:
-    """What ``call`` gives in another thread while ``during`` is in the middle of its work here."""
+def in_thread(call: Callable[[], Any]) -> Any:
+    """What ``call`` gives in another thread."""
     result: list[Any] = []
 
     def other() -> None:
@@ -94,11 +94,20 @@ def meanwhile(during: Callable[[Callable[[], None]], Any], call: Callable[[], An
         except BaseException as error:
             result.append(error)
 
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(60)
+    assert result, "it waits for what this thread holds"
+    return result[0]
+
+
+def meanwhile(during: Callable[[Callable[[], None]], Any], call: Callable[[], Any]) -> Any:
+    """What ``call`` gives in another thread while ``during`` is in the middle of its work here."""
+    result: list[Any] = []
+
     def middle() -> None:
         if not result:
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join(120)
+            result.append(in_thread(call))
 
     during(middle)
     assert result, "the middle was not reached"
@@ -135,7 +144,8 @@ def tracing(middle: Callable[[], None]) -> None:
 @pytest.mark.parametrize("during", [exporting, tracing, compiling])
 def test_another_thread_runs_what_is_compiled_already(during: Callable[[Callable[[], None]], Any]) -> None:
     model = converted()
-    want = model(example())
+    # In a thread, too: dynamo compiles again where a thread's settings are others, and waits for who compiles.
+    want = in_thread(lambda: model(example()))
     got = meanwhile(during, lambda: model(example()))
     assert isinstance(got, Tensor), got
     # While one thread exports, torch patches the calls of modules in all of them: not always the same bits.

@@ -178,7 +178,8 @@ class Interpreter(Watch):
                 run.parts.append(run.pending)
                 run.pending, values = None, {}
                 mixes = self._mixes(run, hop.ends, state)
-                if len(mixes) == 1 and self.config.queries == "state":
+                alone = sum(site.index == hop.ends for site in run.way.stream.sites) == 1
+                if len(mixes) == 1 and alone:
                     (mixed,) = mixes.values()
                     if any(state is call.leaves[slot] for slot in call.slots):
                         state.copy_(mixed)

@@ -118,6 +118,10 @@ def judge(
     gradients = dict(wanted.gradients)
     gradients |= {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
     verdict = _compared(wanted, gradients, found, _tolerance(lowest.dtype), name)
+    unsure = [way.stream.name for way in ways if not way.sure]
+    if verdict.status == DISAGREES and unsure:
+        note = f"of stream {unsure[0]} the report does not say which of several sums on one line are meant"
+        return dataclasses.replace(verdict, status=NOT_JUDGED, note=note)
     off = verdict.error
     if verdict.status == HOLDS or verdict.note or off is None or not math.isfinite(off):
         return verdict

@@ -20,6 +20,8 @@ ADDS = {
     *("add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__", "subtract"),
     *("addcmul", "addcmul_", "addmm", "baddbmm", "lerp", "index_add", "index_add_"),
 }
+# The second half of a sum that is a stack first.
+OVER_A_STACK = "sum"
 # They never carry: trying takes time.
 _NEVER = {
     *("linear", "conv1d", "conv2d", "conv3d", "layer_norm", "batch_norm", "group_norm", "embedding", "softmax"),
@@ -59,6 +61,7 @@ class Link:
         nth: how many calls with this key read that value in that slot before.
         origin: the sum that ``before`` holds the elements of, as far as this way is concerned.
         dims: for each dimension of the result, those of ``origin`` that change along it.
+        summed: whether something was added anywhere on the way from ``origin``.
     """
 
     event: Event
@@ -69,6 +72,12 @@ class Link:
     nth: int
     origin: Value
     dims: Dims
+    summed: bool
+
+    @property
+    def counted(self) -> bool:
+        """Whether the report counts its node among a sublayer's adds."""
+        return self.adds or self.event.key[2] == OVER_A_STACK
 
 
 @dataclass(eq=False)
@@ -208,7 +217,8 @@ class Recorder(Watch):
             for out, tensor in fresh:
                 value = self._value(tensor, event, out, inputs)
                 images = self._carried(call, event, value, tensor, carried)
-                is_sum = call.name in ADDS or (is_here and tensor.dim() in self.ranks)
+                fits = tensor.dim() in self.ranks and call.path in self.wanted
+                is_sum = call.name in ADDS or (fits and (is_here or call.name == OVER_A_STACK))
                 if is_sum and is_float(tensor) and value.is_data and tensor.numel():
                     value.origins = {value: tuple(frozenset((dim,)) for dim in range(tensor.dim()))}
                     value.places, images = tuple(lines), {value: Image.of(tensor)}
@@ -248,7 +258,9 @@ class Recorder(Watch):
                 found, adds = way
                 nth = self.by_reader[event.key, held.value.number, slot]
                 dims = found.dims()
-                value.links.append(Link(event, slot, value.out, held.value, adds, nth, origin, dims))
+                alone = origin is held.value or any(o.origin is origin and not o.summed for o in held.value.links)
+                summed = adds or not alone
+                value.links.append(Link(event, slot, value.out, held.value, adds, nth, origin, dims, summed))
                 if origin not in images:
                     images[origin], value.origins[origin] = found, dims
         if not images:
@@ -271,7 +283,7 @@ def _origins(value: Value) -> Iterator[tuple[Value, Dims]]:
         seen.add(origin)
         yield origin, dims
         for link in origin.links:
-            if not link.adds:
+            if not link.summed:
                 waiting.append(
                     (link.origin, tuple(frozenset(d for dim in which for d in link.dims[dim]) for which in dims))
                 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +12,15 @@ from dataclasses import dataclass
 from torch import nn
 
 from attnres_compile.oracle import features
-from attnres_compile.oracle.recording import ADDS, Event, Link, Value
+from attnres_compile.oracle.recording import ADDS, OVER_A_STACK, Event, Link, Value
 from attnres_compile.report import Stream, Sublayer
 
 # What it costs to say that a sublayer ends where nothing is added: behind a sum over a stack, say.
 _NO_ADD = 0.5
 # And where nothing reads the sum.
 _NOT_READ = 0.25
+# No distance between what an add adds to and what it is computed from.
+_PUTS_TOGETHER = ADDS - {"addmm", "baddbmm", "lerp"} | {"stack", "cat", "concat", OVER_A_STACK}
 
 
 class NotFound(Exception):
@@ -57,12 +61,15 @@ class Way:
         hops: the calls that it goes through, the first one the first add.
         axes: the dimension of the features of each state, by the number of sublayers before it.
         unknown: why that is not known, or ``""``.
+        sure: whether the sums are where the report has them, with as many adds; of several sums on one line, others
+            may be meant.
     """
 
     stream: Stream
     hops: tuple[Hop, ...]
     axes: tuple[int | None, ...]
     unknown: str
+    sure: bool
 
 
 def locate(stream: Stream, sums: Sequence[Value], model: nn.Module, taken: set[Value]) -> Way:
@@ -83,14 +90,14 @@ def locate(stream: Stream, sums: Sequence[Value], model: nn.Module, taken: set[V
     for number, (found, sublayer) in enumerate(zip(candidates, stream.sublayers, strict=True), 1):
         if not found:
             raise NotFound(f"no sum is made at {sublayer.where or 'an unknown line'}, where sublayer {number} adds")
-    chain = _chain(stream, candidates)
+    chain, cost = _chain(stream, candidates)
     ends = [value for value, _ in chain]
     taken.update(ends)
     hops = _first_hops(ends[0], max(len(stream.sublayers[0].adds), 1))
     for number, (_, links) in enumerate(chain[1:], 2):
         hops += [_hop(link, number if link is links[-1] else 0) for link in links]
     axes, unknown = _axes(ends)
-    return Way(stream, tuple(hops), axes, unknown)
+    return Way(stream, tuple(hops), axes, unknown, cost < _NOT_READ)
 
 
 def _paths(model: nn.Module) -> dict[str, str]:
@@ -124,8 +131,10 @@ def _hop(link: Link, ends: int) -> Hop:
 # --- from one sublayer to the next
 
 
-def _chain(stream: Stream, candidates: Sequence[Sequence[Value]]) -> list[tuple[Value, list[Link]]]:
-    """One sum per sublayer, and the links from the one before: those that agree best with the numbers of adds."""
+def _chain(stream: Stream, candidates: Sequence[Sequence[Value]]) -> tuple[list[tuple[Value, list[Link]]], float]:
+    """One sum per sublayer, and the links from the one before: those that agree best with the numbers of adds. And how
+    far they are from agreeing.
+    """
     first = stream.sublayers[0]
     costs: dict[Value, float] = {value: _first_cost(value, max(len(first.adds), 1)) for value in candidates[0]}
     ways: list[dict[Value, tuple[Value, list[Link]]]] = []
@@ -134,10 +143,11 @@ def _chain(stream: Stream, candidates: Sequence[Sequence[Value]]) -> list[tuple[
         found: dict[Value, tuple[float, Value, list[Link]]] = {}
         for value in candidates[number - 1]:
             for before, links in _back(value, costs, adds + 2):
-                count = sum(link.adds for link in links)
+                count = sum(link.counted for link in links)
                 if not count:
                     continue
-                cost = costs[before] + abs(count - adds) + _NO_ADD * (not links[-1].adds) + 1e-3 * len(links)
+                made = _added(value, before)
+                cost = costs[before] + abs(made - adds) + _NO_ADD * (not links[-1].adds) + 1e-3 * len(links)
                 cost += _NOT_READ * (not value.is_read)
                 if value not in found or cost < found[value][0]:
                     found[value] = cost, before, links
@@ -156,21 +166,41 @@ def _chain(stream: Stream, candidates: Sequence[Sequence[Value]]) -> list[tuple[
         costs = {value: cost for value, (cost, _, _) in found.items()}
         ways.append({value: (before, links) for value, (_, before, links) in found.items()})
     last = min(costs, key=lambda value: (costs[value], value.number))
+    least = costs[last]
     chain: list[tuple[Value, list[Link]]] = []
     for way in reversed(ways):
         before, links = way[last]
         chain.append((last, links))
         last = before
-    return [(last, []), *reversed(chain)]
+    return [(last, []), *reversed(chain)], least
 
 
 def _first_cost(value: Value, adds: int) -> float:
     """How far a sum is from being the first one, of so many adds."""
-    links = _leading(value, adds)
     operands = value.event.operands if value.event is not None else ()
     floats = [operand for _, operand in operands if operand.dtype.is_floating_point]
     is_add = value.event is not None and value.event.key[2] in ADDS and len(floats) > 1
-    return adds - 1 - sum(link.adds for link in links) + _NO_ADD * (not is_add) + _NOT_READ * (not value.is_read)
+    return abs(_added(value, None) - adds) + _NO_ADD * (not is_add) + _NOT_READ * (not value.is_read)
+
+
+def _added(value: Value, before: Value | None) -> int:
+    """How many adds, in the counting of the report, make ``value`` of the state ``before`` and branches.
+
+    Sums of branches count, older states do not. Of the first sublayer of a stream no state is known: a sum that
+    something reads is one.
+    """
+    found: set[Value] = set()
+    waiting = [value]
+    while waiting:
+        at = waiting.pop()
+        if at in found:
+            continue
+        found.add(at)
+        for link in at.links:
+            older = link.origin.is_read if before is None else link.origin.number <= before.number
+            if not older:
+                waiting.append(link.origin)
+    return sum(2 if at.event is not None and at.event.key[2] == OVER_A_STACK else 1 for at in found)
 
 
 def _back(value: Value, wanted: dict[Value, float], most: int) -> list[tuple[Value, list[Link]]]:
@@ -181,7 +211,7 @@ def _back(value: Value, wanted: dict[Value, float], most: int) -> list[tuple[Val
     while waiting:
         at, adds, links = waiting.popleft()
         for link in at.links:
-            count = adds + link.adds
+            count = adds + link.counted
             state = (link.before, count)
             if count > most or state in seen:
                 continue
@@ -220,15 +250,19 @@ def _leading(end: Value, adds: int) -> list[Link]:
     """The links of the first sublayer behind its first add, where it has several adds and nothing reads their sums."""
     links: list[Link] = []
     at = end
-    while 1 + sum(link.adds for link in links) < adds and at.event is not None:
-        slot = _skip_slot(at.event, at)
-        way = [link for link in at.links if link.slot == slot][:1]
-        while way and not way[0].before.places and way[0].before.links:
-            way = [way[0].before.links[0], *way]
-        if not way or not way[0].before.places or way[0].before.is_read:
+    while 1 + sum(link.counted for link in links) < adds and at.event is not None:
+        way: list[Link] = []
+        inner: Value | None = at
+        while inner is not None and inner.event is not None and (not way or not inner.places):
+            slot = _skip_slot(inner.event, inner)
+            link = next((each for each in inner.links if each.slot == slot), None)
+            if link is not None:
+                way = [link, *way]
+            inner = link.before if link is not None else None
+        if inner is None or not inner.places or inner.is_read:
             break
         links = [*way, *links]
-        at = way[0].before
+        at = inner
     return links
 
 
@@ -241,24 +275,29 @@ def _skip_slot(event: Event, made: Value) -> int:
         return floats[0][0]
     behind = {slot: _distances(value) for slot, value in floats}
 
-    def nearness(slot: int) -> tuple[int, int]:
+    def nearness(slot: int) -> tuple[float, int]:
         others = [found for other, found in behind.items() if other != slot]
         shared = [distance for value, distance in behind[slot].items() if any(value in other for other in others)]
-        return (min(shared) if shared else 1 << 30, slot)
+        return (min(shared, default=math.inf), slot)
 
     alike = [slot for slot, value in floats if value.shape == made.shape] or [slot for slot, _ in floats]
     return min(alike, key=nearness)
 
 
-def _distances(value: Value, most: int = 20000) -> dict[Value, int]:
-    found = {value: 0}
-    waiting = deque([value])
+def _distances(value: Value, most: int = 20000) -> dict[Value, float]:
+    """How far behind ``value`` is what it is computed from. What only puts tensors together is no distance."""
+    found = {value: 0.0}
+    waiting = [(0.0, value.number, value)]
     while waiting and len(found) < most:
-        at = waiting.popleft()
+        distance, _, at = heapq.heappop(waiting)
+        if distance > found[at]:
+            continue
+        name = at.event.key[2] if at.event is not None else ""
+        further = distance + (0.0 if name in _PUTS_TOGETHER else 1.0)
         for before in at.inputs:
-            if before.is_data and before not in found:
-                found[before] = found[at] + 1
-                waiting.append(before)
+            if before.is_data and further < found.get(before, math.inf):
+                found[before] = further
+                heapq.heappush(waiting, (further, before.number, before))
     return found
 
 

@@ -84,7 +84,7 @@ def test_a_model_that_cannot_be_converted(script: str) -> None:
     code, out, err = run("diff", f"{script}:NoStream")
     assert code == 3
     assert "no residual stream can be converted" in out
-    assert "error: the model has no residual stream" in err
+    assert "error: no residual stream was found: the traced graph adds no two tensors" in err
 
 
 def test_a_model_without_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_converted(script: str, tmp_path: Path) -> None:
     code, out, err = run("transform", f"{script}:NoStream", "--out", "a/b")
     assert code == 3
     assert "no residual stream can be converted" in out
-    assert "error: the model has no residual stream" in err
+    assert "error: no residual stream was found: the traced graph adds no two tensors" in err
     assert names(tmp_path) - {"__pycache__"} == {"script.py"}
     code, out, _ = run("transform", script, "--out", "a/b", "--min-sublayers", "9", "--json")
     assert code == 3

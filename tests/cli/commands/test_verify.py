@@ -112,7 +112,7 @@ def test_what_cannot_be_converted_ends_with_three(script: str) -> None:
     code, out, err = run("verify", f"{script}:NoStream", "--no-inductor")
     assert code == 3
     assert "no residual stream can be converted" in out
-    assert err.splitlines()[-1].startswith("error: the model has no residual stream")
+    assert err.splitlines()[-1].startswith("error: no residual stream was found: the traced graph adds no two tensors")
     code, out, _ = run("verify", f"{script}:NoStream", "--no-inductor", "--json")
     assert code == 3
     assert json.loads(out)["error"]["kind"] == "NoStreamError"
