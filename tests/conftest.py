@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnres_compile.report import TransformReport
-from tests import reports
+from tests import reports, sampling
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,8 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, then what compiles with Inductor; else as they come."""
+    """The longest first, then what compiles with Inductor; else as they come. Of some tests a few cases."""
+    sampling.leave_to_the_long_run(items)
 
     def place(item: pytest.Item) -> int:
         if any(name in item.nodeid for name in LONG):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnres_compile.rounding import FACTOR
 from tests.helpers import (
     TOLERANCE,
     Run,
@@ -94,13 +95,15 @@ def test_equals_the_handwritten_model_in_float32(name: str, variant: str) -> Non
     """As near to the exact values as float32 allows.
 
     Random queries make sharp choices, and T5's unscaled attention makes more: there the handwritten model's own
-    float32 gradients are 4e-5 from its float64 ones, and no other order of the same sums can be held to less.
+    float32 gradients are 4e-5 from its float64 ones, and no other order of the same sums can be held to less. So the
+    limit is the one of all comparisons (:mod:`attnres_compile.rounding`), by the handwritten model's own error, and
+    never more than what would show a mistake.
     """
     exact = handwritten(name, variant, torch.float64)
     got, want = ours_and_handwritten(name, variant, torch.float32)
-    allowed = max(TOLERANCE[torch.float32], 3 * relative_error(want.outputs, exact.outputs))
+    allowed = max(TOLERANCE[torch.float32], FACTOR * relative_error(want.outputs, exact.outputs))
     assert relative_error(got.outputs, exact.outputs) <= allowed < 1e-4
-    allowed = max(TOLERANCE[torch.float32], 3 * gradient_error(want.gradients, exact.gradients))
+    allowed = max(TOLERANCE[torch.float32], FACTOR * gradient_error(want.gradients, exact.gradients))
     assert gradient_error(got.gradients, exact.gradients) <= allowed < 2e-4
 
 

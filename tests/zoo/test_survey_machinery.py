@@ -58,7 +58,8 @@ def test_what_is_whole_and_exact_is_converted(name: str, expected: tuple[int, ..
 def test_a_wrong_converter_is_found_out(name: str, convert: Convert) -> None:
     row = measure(made.entry(name), convert=convert)
     assert (row.status, row.reason) == ("wrong", "not_exact")
-    assert "float32" in row.detail and "float64" in row.detail
+    # What computes in float32 whatever its dtype cannot be told apart any finer.
+    assert "float32" in row.detail and ("float64" in row.detail or name.endswith("-single"))
 
 
 @pytest.mark.parametrize(

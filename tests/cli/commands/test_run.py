@@ -221,7 +221,7 @@ def test_nothing_to_convert_says_why(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert done.stdout == "done\n"
     said = " ".join(done.stderr.split())
-    assert "no model was converted; these were called: Plain: the model has no residual stream" in said
+    assert "no model was converted; these were called: Plain: no residual stream was found: the traced" in said
     assert "Net: no residual stream could be converted" in said
     assert "too_few_sublayers" in said or "too_short" in said
     assert not (tmp_path / "page.html").exists()

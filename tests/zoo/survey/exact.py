@@ -48,9 +48,10 @@ def judged(model: nn.Module, inputs: Inputs, verified: Callable[[], exactness.Ex
     if not found.holds or max(found.output_error or 0.0, found.gradient_error or 0.0) > FIXED:
         places = f"worst: {found.worst_output}, {found.worst_gradient}"
         detail = "; ".join([_numbers(found.dtype, found), places, *found.notes])
-    if not found.holds:
+    if found.holds is False:
         detail = "; ".join([detail, *_without_gradients(model, inputs)])
-    return Verdict(found.holds is True, found.output_error, found.gradient_error, detail)
+    # Within ten times its own rounding, though that is so coarse that nothing else is known: the detail says so.
+    return Verdict(found.holds is not False, found.output_error, found.gradient_error, detail)
 
 
 def _without_gradients(model: nn.Module, inputs: Inputs) -> list[str]:
