@@ -1,8 +1,8 @@
 """Which dimension of a state holds its features: asked of what reads it.
 
-A norm says so by what it normalises, a mean that is kept as a dimension (a norm written by hand) as well, a learned
-vector by where it varies, and a contraction with weights by the dimension that it sums over. They are believed in this
-order; readers of one kind that say different things say nothing.
+A norm says so by what it normalises, a learned vector by where it varies, a contraction with weights by the dimension
+that it sums over, and a mean that is kept as a dimension (a norm written by hand, or pooling) as well. They are
+believed in this order; readers of one kind that say different things say nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attnres_compile.oracle.events import Call, is_float
 
-NORM, MEAN, VECTOR, CONTRACTION = range(4)
+NORM, VECTOR, CONTRACTION, MEAN = range(4)
 
 # Functions that normalise their first argument over the last dimensions, and those that keep dimension 1.
 _LAST = {"layer_norm": "normalized_shape", "rms_norm": "normalized_shape"}
@@ -96,15 +96,18 @@ def _einsum(call: Call, position: int) -> Iterator[tuple[int, int]]:
             yield CONTRACTION, dim
 
 
-def decided(found: Sequence[tuple[int, int]]) -> tuple[int | None, str]:
-    """The dimension that votes speak for, or why there is none."""
-    for kind, name in enumerate(("norms", "means", "learned vectors", "contractions")):
+def decided(found: Sequence[tuple[int, int]]) -> tuple[int | None, str, bool]:
+    """The dimension that votes speak for, or why there is none, and whether norms or contractions contradict there."""
+    told = ""
+    contradicts = False
+    for kind, name in enumerate(("norms", "learned vectors", "contractions", "means")):
         dims = {dim for each, dim in found if each == kind}
         if len(dims) == 1:
-            return dims.pop(), ""
+            return dims.pop(), "", False
         if dims:
-            return None, f"{name} that read it speak for dimensions {', '.join(map(str, sorted(dims)))}"
-    return None, "nothing that reads it says which dimension holds the features"
+            told = told or f"{name} that read it speak for dimensions {', '.join(map(str, sorted(dims)))}"
+            contradicts = contradicts or kind in (NORM, CONTRACTION)
+    return None, told or "nothing that reads it says which dimension holds the features", contradicts
 
 
 def is_parameter(value: Tensor) -> bool:

@@ -28,6 +28,7 @@ class Image:
         shape: of the state.
         noise: random numbers, one per element of the state.
         ones, numbers, noisy: where ones, the elements' numbers (from 1) and the noise are now; what is added, left out.
+        rounding: largest relative difference that is rounding by now: that of the lowest precision on the way.
     """
 
     shape: torch.Size
@@ -35,6 +36,7 @@ class Image:
     ones: Tensor
     numbers: Tensor
     noisy: Tensor
+    rounding: float = 0.0
 
     @classmethod
     def of(cls, state: Tensor) -> Image:
@@ -71,8 +73,9 @@ class Image:
         ratio = torch.where(known, self.numbers / torch.where(known, self.ones, 1), 1)
         return (ratio.round().long() - 1), known
 
-    def is_carried(self, rounding: float, size: float) -> bool:
-        """Whether each element holds at most one of the state's."""
+    def is_carried(self, size: float) -> bool:
+        """Whether each element holds at most one of the state's; ``size`` is that of what was added."""
+        rounding = self.rounding
         elements, known = self._elements()
         if not bool(known.any()):
             return False
@@ -103,10 +106,10 @@ def carry(call: Call, slot: int, written: list[int], out: int, image: Image) -> 
         parts.append(made - zero)
         if len(parts) == 1 and not bool(parts[0].any()):
             return None
-    found = Image(image.shape, image.noise, *parts)
-    rounding = _ROUNDING.get(zero.dtype, _COARSE)
+    rounding = max(image.rounding, *(_ROUNDING.get(dtype, _COARSE) for dtype in (given.dtype, zero.dtype)))
+    found = Image(image.shape, image.noise, *parts, rounding)
     size = float(zero.abs().max()) if zero.numel() else 0.0
-    return (found, bool(zero.any())) if found.is_carried(rounding, size) else None
+    return (found, bool(zero.any())) if found.is_carried(size) else None
 
 
 def is_pointwise(call: Call, slot: int, written: list[int], out: int) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from attnres_compile.oracle import features
-from attnres_compile.oracle.recording import ADDS, OVER_A_STACK, Event, Link, Value
+from attnres_compile.oracle.recording import ADDS, OVER_A_STACK, Dims, Event, Link, Value
 from attnres_compile.report import Stream, Sublayer
 
 # What it costs to say that a sublayer ends where nothing is added: behind a sum over a stack, say.
@@ -96,8 +96,12 @@ def locate(stream: Stream, sums: Sequence[Value], model: nn.Module, taken: set[V
     hops = _first_hops(ends[0], max(len(stream.sublayers[0].adds), 1))
     for number, (_, links) in enumerate(chain[1:], 2):
         hops += [_hop(link, number if link is links[-1] else 0) for link in links]
-    axes, unknown = _axes(ends)
-    return Way(stream, tuple(hops), axes, unknown, cost < _NOT_READ)
+    axes, unknown = _axes(chain)
+    if unknown is None:
+        raise NotFound(f"nothing that the oracle understands tells the features of stream {stream.name}")
+    # The last state may be what the model returns.
+    sure = cost - _NOT_READ * (not ends[-1].is_read) < _NOT_READ
+    return Way(stream, tuple(hops), axes, unknown, sure)
 
 
 def _paths(model: nn.Module) -> dict[str, str]:
@@ -200,7 +204,19 @@ def _added(value: Value, before: Value | None) -> int:
             older = link.origin.is_read if before is None else link.origin.number <= before.number
             if not older:
                 waiting.append(link.origin)
-    return sum(2 if at.event is not None and at.event.key[2] == OVER_A_STACK else 1 for at in found)
+    return sum(map(_nodes, found))
+
+
+def _nodes(value: Value) -> int:
+    """How many adds the report counts where a sum was made, which may also have been handed on there."""
+    if value.event is None:
+        return 0
+    name = value.event.key[2]
+    if name == OVER_A_STACK:
+        return 2
+    # The sum of a list begins with 0.
+    floats = sum(operand.dtype.is_floating_point for _, operand in value.event.operands)
+    return int((name in ADDS and floats > 1) or any(link.adds for link in value.links))
 
 
 def _back(value: Value, wanted: dict[Value, float], most: int) -> list[tuple[Value, list[Link]]]:
@@ -304,25 +320,32 @@ def _distances(value: Value, most: int = 20000) -> dict[Value, float]:
 # --- the dimension of the features
 
 
-def _axes(ends: Sequence[Value]) -> tuple[tuple[int | None, ...], str]:
-    """Per state the dimension of its features; the readers of all states are heard together."""
+def _axes(chain: Sequence[tuple[Value, list[Link]]]) -> tuple[tuple[int | None, ...], str | None]:
+    """Per state the dimension of its features; the readers of all states are heard together. And why it is not known:
+    ``None`` is no reason, where readers do not contradict one another.
+    """
+    ends = [value for value, _ in chain]
     frames: list[dict[int, int]] = [{dim: dim for dim in range(len(ends[0].shape))}]
-    for before, after in itertools.pairwise(ends):
-        frames.append(_frame(before, after, frames[-1]))
+    for (before, _), (after, links) in itertools.pairwise(chain):
+        frames.append(_frame(before, after, links, frames[-1]))
     votes = [
         (kind, frame[dim])
         for value, frame in zip(ends, frames, strict=True)
         for kind, dim in value.votes
         if dim in frame
     ]
-    axis, unknown = features.decided(votes)
+    axis, unknown, contradicts = features.decided(votes)
+    if axis is None and not contradicts:
+        return (), None
     back = [{first: dim for dim, first in frame.items()} for frame in frames]
     return (None, *(each.get(axis) if axis is not None else None for each in back)), unknown
 
 
-def _frame(before: Value, after: Value, frame: dict[int, int]) -> dict[int, int]:
+def _frame(before: Value, after: Value, links: Sequence[Link], frame: dict[int, int]) -> dict[int, int]:
     """Which dimension of the first state each dimension of ``after`` is, where it is one and whole."""
-    dims = _dims_between(before, after)
+    dims = _dims_between(before, after, links)
+    if dims is None:
+        return {}
     found: dict[int, int] = {}
     for dim, which in enumerate(dims):
         if len(which) == 1 and (at := next(iter(which))) in frame and after.shape[dim] == before.shape[at]:
@@ -330,19 +353,17 @@ def _frame(before: Value, after: Value, frame: dict[int, int]) -> dict[int, int]
     return {dim: first for dim, first in found.items() if list(found.values()).count(first) == 1}
 
 
-def _dims_between(before: Value, after: Value) -> tuple[frozenset[int], ...]:
-    """For each dimension of ``after`` the dimensions of ``before`` that change along it."""
-    waiting = deque([(after, tuple(frozenset((dim,)) for dim in range(len(after.shape))))])
-    seen = {after}
-    while waiting:
-        at, dims = waiting.popleft()
-        for link in at.links:
-            value = link.origin
-            if value.number < before.number or value in seen:
-                continue
-            seen.add(value)
-            joined = tuple(frozenset(d for dim in which for d in link.dims[dim]) for which in dims)
-            if value is before:
-                return joined
-            waiting.append((value, joined))
-    return ()
+def _dims_between(before: Value, after: Value, links: Sequence[Link]) -> Dims | None:
+    """For each dimension of ``after``, to which ``links`` lead, the dimensions of ``before`` that change along it;
+    ``None`` where that is not known.
+    """
+    passed = {link.before for link in links}
+    for link in after.links:
+        if link.before not in passed or link.origin.number < before.number:
+            continue
+        if link.origin is before:
+            return link.dims
+        inner = _dims_between(before, link.origin, links)
+        if inner is not None:
+            return tuple(frozenset(d for dim in which for d in inner[dim]) for which in link.dims)
+    return None

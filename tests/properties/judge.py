@@ -96,10 +96,15 @@ def run(
             gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         except RuntimeError as error:
             # Some networks overwrite what their own backward needs; a converted one has no such excuse.
-            if not keep or "modified by an inplace operation" not in str(error):
+            if not keep or not overwrites_what_its_backward_needs(error):
                 raise
     found = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=False)]
     return [o.detach().clone() for o in outputs], found
+
+
+def overwrites_what_its_backward_needs(error: RuntimeError) -> bool:
+    """Whether autograd says so."""
+    return "modified by an inplace operation" in str(error)
 
 
 def project(outputs: list[Tensor]) -> Tensor | int:

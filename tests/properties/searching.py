@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import attnres_compile as ac
-from tests.properties import compiled, judge
+from tests.properties import against_oracle, compiled, judge
 from tests.properties.spec import Spec
 
 # A larger search by hand: ATTNRES_EXAMPLES=5000 pytest tests/properties. Then examples are random too.
@@ -26,6 +26,7 @@ JUDGES = {
     "regions": compiled.judge_regions,
     "transform": compiled.judge_transform,
     "breaks": compiled.judge_breaks,
+    "oracle": against_oracle.judge_oracle,
 }
 
 configs = st.builds(
