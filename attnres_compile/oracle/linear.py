@@ -107,7 +107,8 @@ def carry(call: Call, slot: int, written: list[int], out: int, image: Image) -> 
         if len(parts) == 1 and not bool(parts[0].any()):
             return None
     rounding = max(image.rounding, *(_ROUNDING.get(dtype, _COARSE) for dtype in (given.dtype, zero.dtype)))
-    found = Image(image.shape, image.noise, *parts, rounding)
+    ones, numbers, noisy = parts
+    found = Image(image.shape, image.noise, ones, numbers, noisy, rounding)
     size = float(zero.abs().max()) if zero.numel() else 0.0
     return (found, bool(zero.any())) if found.is_carried(size) else None
 
