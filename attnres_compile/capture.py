@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from attnres_compile.comparison import same_randomness
 from attnres_compile.dynamo_graphs import CompiledCall, copy_graph_module, own_code
 from attnres_compile.errors import AttnResError, CaptureError, GraphBreakError, is_out_of_memory
 from attnres_compile.inputs import Inputs
@@ -82,7 +83,13 @@ def capture(model: nn.Module, inputs: Inputs) -> Capture:
             raise
         broken = GraphBreak(*_break(error))
         # Inputs that the model rejects can look like a graph break: let the model speak first.
-        _Guarded(model, inputs).eagerly()
+        if _Guarded(model, inputs).eagerly():
+            raise CaptureError(
+                f"tracing {type(model).__name__} stops, and what it does there needs gradients, without which a model "
+                f"is run to follow it: {broken.reason}",
+                where=broken.where,
+                remedy="Take it out of forward: retain_grad() and hooks on tensors work on what a forward returns",
+            ) from error
         try:
             # What broke it may have been a set-up that the model needs once.
             return Capture(_whole(model, inputs))
@@ -282,9 +289,16 @@ class _Guarded:
         self.model = model
         self.inputs = inputs
 
-    def eagerly(self) -> None:
-        """Run, so that the model's own error is raised if it has one."""
-        self._run(lambda args, kwargs: self.model(*args, **kwargs))
+    def eagerly(self) -> bool:
+        """Run, so that the model's own error is raised if it has one. Returns whether it only runs with gradients."""
+        try:
+            self._run(lambda args, kwargs: self.model(*args, **kwargs))
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            self._run(lambda args, kwargs: self.model(*args, **kwargs), gradients=True)
+            return True
+        return False
 
     def by(self, call: Callable[..., Any]) -> None:
         """Run ``call`` in the model's place."""
@@ -302,7 +316,7 @@ class _Guarded:
         self._run(lambda args, kwargs: _traced(call, keep, Inputs(args, kwargs), fullgraph=False))
         return pieces
 
-    def _run(self, body: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def _run(self, body: Callable[[tuple[Any, ...], dict[str, Any]], Any], gradients: bool = False) -> None:
         # The tensors themselves: a table that was too short is replaced by a longer one.
         buffers = [
             (module._buffers, name, buffer, buffer.clone())
@@ -311,10 +325,11 @@ class _Guarded:
             if buffer is not None
         ]
         given = self.inputs.copied()
-        with torch.random.fork_rng(), torch.no_grad():
+        with same_randomness(), torch.set_grad_enabled(gradients):
             try:
                 body(given.args, given.kwargs)
             finally:
-                for home, name, buffer, numbers in buffers:
-                    home[name] = buffer
-                    buffer.copy_(numbers)
+                with torch.no_grad():
+                    for home, name, buffer, numbers in buffers:
+                        home[name] = buffer
+                        buffer.copy_(numbers)

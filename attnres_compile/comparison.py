@@ -283,13 +283,21 @@ def _relative(old: Tensor, new: Tensor, scale: float) -> float:
     return float(off.max()) / scale
 
 
+def _gpus_in_use() -> list[int]:
+    """Of all GPUs those that this process has memory on, and the current one."""
+    if not torch.cuda.is_initialized():
+        return []
+    current = torch.cuda.current_device()
+    return [at for at in range(torch.cuda.device_count()) if at == current or torch.cuda.memory_reserved(at)]
+
+
 @contextlib.contextmanager
 def same_randomness() -> Iterator[None]:
-    """Puts random state back: torch's on every device, Python's, and numpy's if it is loaded."""
+    """Puts random state back: torch's on every device that this process uses, Python's, and numpy's if it is loaded."""
     numpy = sys.modules.get("numpy")
     kept = random.getstate(), numpy.random.get_state() if numpy else None
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=_gpus_in_use()):
             yield
     finally:
         random.setstate(kept[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import attnres_compile as ac
+from attnres_compile import comparison
 from tests.helpers import randomize, relative_error
 from tests.models import SITES, SUBLAYERS, WIDTH, Model, build, example
 
@@ -218,3 +221,43 @@ def test_a_buffer_that_a_run_replaces_is_put_back() -> None:
     ac.transform(model, x, config=CONFIG)
     assert model.table is table and torch.equal(table, torch.ones(2, WIDTH))
     assert relative_error(model(x), want) < 1e-6
+
+
+class Asking(Model):
+    """Asks for a gradient of a state while it runs, as Grad-CAM does."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = super().forward(ids)
+        out.retain_grad()
+        return out * 2.0
+
+
+def test_what_needs_gradients_to_run_is_refused_by_type() -> None:
+    model = Asking(layers=3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for call in (ac.transform, ac.explain):
+        with pytest.raises(ac.CaptureError, match="needs gradients") as caught:
+            call(model, example())
+        assert "retain_grad" in str(caught.value) and "test_capture.py" in caught.value.where
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(example()).sum().backward()
+
+
+def test_randomness_of_gpus_that_are_not_used_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without CUDA, by a stand-in for it: of four GPUs one is current and one holds memory."""
+    seen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda at: 512 * (at == 1))
+
+    @contextlib.contextmanager
+    def forked(devices: list[int]) -> Iterator[None]:
+        seen.extend(devices)
+        yield
+
+    monkeypatch.setattr(torch.random, "fork_rng", forked)
+    with comparison.same_randomness():
+        pass
+    assert seen == [1, 2]
