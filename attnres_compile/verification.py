@@ -25,6 +25,8 @@ from attnres_compile.config import AttnResConfig, Lowering
 from attnres_compile.definition import SitesByDefinition
 from attnres_compile.exactness import Convert, Exactness, convert_copy, private_copy, verify
 from attnres_compile.inputs import Inputs, as_inputs
+from attnres_compile.oracle import HOLDS, NOT_JUDGED
+from attnres_compile.random_queries import against_oracle
 from attnres_compile.rounding import FACTOR, MEANINGLESS, move_parameters, tolerance_for
 
 # Largest relative error between two ways to compute the same in float64.
@@ -33,6 +35,7 @@ AGREEMENT = 1e-10
 LONG_REASON = 200
 
 EXACT, DEFINED, ROUNDING, AGREES = "exactness", "definition", "rounding", "agreement"
+ORACLE = "oracle"
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,10 @@ class Check:
 
     Attributes:
         name: ``"exactness"`` (converted, queries at zero, against the original in the same dtype), ``"definition"``
-            (each site of the reference against the definition of depth attention), ``"agreement"`` (converted, random
-            queries, against the reference) or ``"rounding"`` (the original against itself in the reference's dtype,
-            which is a measure for other rows and no check).
+            (each site of the reference against the definition of depth attention), ``"oracle"`` (the reference against
+            the original, operator by operator, with the report's mixes put in by the equations), ``"agreement"``
+            (converted, random queries, against the reference) or ``"rounding"`` (the original against itself in the
+            reference's dtype, which is a measure for other rows and no check).
         what: what was run, as ``"eager, two-phase"``.
         dtype: that it was run in, as ``"float32"``.
         error_output: largest relative error of the outputs; ``None`` if there was nothing to compare.
@@ -131,6 +135,10 @@ def check(
 
     - Each site of the reference must be what the definition gives for the same sources, query and gradient, computed
       in float64, to within 1e-10 (or 1e-5 in float32).
+    - The *original*, run operator by operator with the mixes of the report's sites put in by the equations, must give
+      the same as well (:mod:`attnres_compile.oracle`). That alone shares nothing with what converts a model but the
+      report: which sublayers there are, which features a stream has and what is in a source are seen by it. Where it
+      cannot follow a model it says so, which fails nothing.
     - Rows in float64 (two-phase, fused) must be within 1e-10 of it, outputs and all gradients, those of the queries
       included.
     - Rows in float32 (eager and Inductor, one-phase and two-phase) must be within ``max(1e-5, 10 e)``, where e is how
@@ -280,6 +288,7 @@ class _Work:
         sites = SitesByDefinition()
         reference = self._run(ONE_PHASE, self.finest, sites)
         yield self._defined(sites)
+        yield self._by_oracle()
         absent: dict[str, str] = {}
         for dtype in self.dtypes:
             if dtype in self.broken:
@@ -312,6 +321,31 @@ class _Work:
         holds = sites.sites > 0 and all(error <= tolerance for error in found if error is not None)
         note = "" if sites.sites else "no site was seen to run"
         return Check(DEFINED, what, _name(self.finest), *found, tolerance, holds, note)
+
+    def _by_oracle(self) -> Check:
+        where = (ORACLE, "original, by the equations", _name(self.finest))
+        if self.finest not in (torch.float64, torch.float32):
+            return Check(*where, note=f"not run: {_name(self.finest)} is too coarse to tell a mistake from rounding")
+        self.says("putting the equations into the original")
+        model, inputs = self._copies(self.finest)
+        try:
+            found = against_oracle(
+                model, inputs, ONE_PHASE.of(self.config), seed=self.seed, dtype=None, convert=self.convert
+            )
+        except Exception as error:  # It is no part of the model, nor of the conversion.
+            return Check(*where, note=f"not run: {_one_line(error)}")
+        if found.status == NOT_JUDGED:
+            return Check(*where, note=f"not run: {found.note}")
+        return Check(
+            *where,
+            found.error_output,
+            found.error_gradient,
+            found.tolerance,
+            found.status == HOLDS,
+            found.note,
+            found.worst_output,
+            found.worst_gradient,
+        )
 
     def _agrees(
         self, variant: Variant, dtype: torch.dtype, against: Result, note: str, absent: dict[str, str]

@@ -33,10 +33,12 @@ def verified(model: nn.Module | None = None, inputs: Any = None, **options: Any)
 
 QUERIES_AT_ZERO = "converted, queries at zero"
 SITES = "sites, by definition"
+ORIGINAL = "original, by the equations"
 EAGER_ROWS = {
     ("exactness", QUERIES_AT_ZERO, "float64"),
     ("exactness", QUERIES_AT_ZERO, "float32"),
     ("definition", SITES, "float64"),
+    ("oracle", ORIGINAL, "float64"),
     ("agreement", "eager, two-phase", "float64"),
     ("agreement", "eager, one-phase, fused", "float64"),
     ("agreement", "eager, two-phase, fused", "float64"),

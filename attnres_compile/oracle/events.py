@@ -18,8 +18,12 @@ from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from attnres_compile import comparison
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+# What runs the model.
+_RUNS = comparison.__file__
 _OVERRIDES = os.path.join(_TORCH, "overrides.py")
 
 Key = tuple[str, str, str]
@@ -151,7 +155,7 @@ def places() -> list[str]:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_HERE):
+        if file.startswith(_HERE) or file == _RUNS:
             if users or inner:
                 break
         elif file.startswith(_TORCH):

@@ -48,8 +48,9 @@ def verify(
     """Compare a converted copy with the original and with itself, outputs and gradients, in numbers.
 
     Exactness: with all queries at zero it must give what the original gives, in float64 and in float32. Agreement:
-    with random queries, eager, compiled, one-phase and two-phase must give the same. --lowering, --two-phase and
-    --fuse are for exactness alone. Exit code 1 when something differs by more than rounding.
+    with random queries, eager, compiled, one-phase and two-phase must give the same, and so must the original, operator
+    by operator, with the equations put in. --lowering, --two-phase and --fuse are for exactness alone. Exit code 1 when
+    something differs by more than rounding.
 
     Example: attnres verify attnres_compile.demo --num-blocks 4 --no-inductor
     """

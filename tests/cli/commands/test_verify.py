@@ -42,7 +42,7 @@ def test_the_example_of_the_help() -> None:
     assert all(len(line) <= 80 for line in out.splitlines())
     assert out.isascii()
     assert shape(out) == [
-        "attnres_compile.demo:model: exact, and in agreement (8 checks)",
+        "attnres_compile.demo:model: exact, and in agreement (9 checks)",
         "8 queries, float32 on cpu, eval mode, randomised weights, 53 gradients compared",
         "",
         "Exactness: queries at zero, against the original in the same dtype",
@@ -53,17 +53,18 @@ def test_the_example_of_the_help() -> None:
         "Agreement: random queries, against eager, one-phase, float64",
         "run in outputs gradients allowed result",
         "sites, by definition float64 # # 1e-10 pass",
+        "original, by the equations float64 # # 1e-10 pass",
         "eager, two-phase float64 # # 1e-10 pass",
         "eager, one-phase, fused float64 # # 1e-10 pass",
         "eager, two-phase, fused float64 # # 1e-10 pass",
         "the original vs float64 float32 # # measure",
-        *shape(out)[15:17],  # what is allowed here is as measured
+        *shape(out)[16:18],  # what is allowed here is as measured
         "",
         "Allowed in float32: rounding of that dtype, or 10 times what the original is off",
         "by itself, if that is more.",
         "note: Inductor was not asked for: what it compiles was not compared",
     ]
-    for line, what in zip(shape(out)[15:17], ("eager, one-phase", "eager, two-phase"), strict=True):
+    for line, what in zip(shape(out)[16:18], ("eager, one-phase", "eager, two-phase"), strict=True):
         assert re.fullmatch(rf"{what} float32 # # (1e-05|#) pass", line)
 
 
@@ -73,10 +74,10 @@ def test_a_script_as_json_and_in_one_line(script: str) -> None:
     assert code == 0
     values = json.loads(out)
     assert values["holds"] is True
-    assert {row["name"] for row in values["checks"]} == {"exactness", "definition", "agreement", "rounding"}
+    assert {row["name"] for row in values["checks"]} == {"exactness", "definition", "oracle", "agreement", "rounding"}
     assert all(row["holds"] for row in values["checks"] if row["name"] != "rounding")
     assert "noise of the script" in err
-    assert run(*arguments, "-q")[1] == "script.py:model: exact, and in agreement (8 checks)\n"
+    assert run(*arguments, "-q")[1] == "script.py:model: exact, and in agreement (9 checks)\n"
 
 
 def test_what_fails_is_shown_and_ends_with_one(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +85,7 @@ def test_what_fails_is_shown_and_ends_with_one(script: str, monkeypatch: pytest.
     monkeypatch.setattr(plain_phases, "_merged", lambda q, o, lse, *rest: merged(q, o, lse + 0.1, *rest))
     code, out, _ = run("verify", script, "--num-blocks", "2", "--no-inductor")
     assert code == 1
-    assert out.startswith("script.py:model: exact, but NOT in agreement (3 of 8 checks failed)\n")
+    assert out.startswith("script.py:model: exact, but NOT in agreement (3 of 9 checks failed)\n")
     assert re.search(r"eager, two-phase +float64 .* FAIL \(\d\)\n", out)
     assert "outputs differ most at output; gradients differ most at " in " ".join(out.split())
     assert all(len(line) <= 80 for line in out.splitlines())
