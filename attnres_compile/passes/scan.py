@@ -124,7 +124,8 @@ class Scanner:
         states = {group for group in held if group is not None}
         for node, left in self.out.rejections.items():
             written = {self.memory.group(target) for target in self.memory.targets(node)}
-            computed = any(not self.values.is_constant(origin) for origin in self.memory.origins(node))
+            # Not a tensor that a branch makes for itself, to write into.
+            computed = any(origin in self.out.contractions for origin in self.memory.origins(node))
             suspect = {
                 Reason.CONSTANT_OPERAND: bool(written & states),
                 Reason.UNRELATED_OPERANDS: bool(written & states) or computed,
