@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from attnres_compile.comparison import same_randomness
 from attnres_compile.dynamo_graphs import CompiledCall, copy_graph_module, own_code
 from attnres_compile.errors import AttnResError, CaptureError, GraphBreakError, is_out_of_memory
+from attnres_compile.guarding import Guard
 from attnres_compile.inputs import Inputs
 from attnres_compile.passes import facts
 from attnres_compile.passes.record import making
@@ -296,7 +297,12 @@ class _Guarded:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            self._run(lambda args, kwargs: self.model(*args, **kwargs), gradients=True)
+            # What it keeps of this run would hold a history.
+            guard = Guard(self.model)
+            try:
+                self._run(lambda args, kwargs: self.model(*args, **kwargs), gradients=True)
+            finally:
+                guard.put_back()
             return True
         return False
 

@@ -229,6 +229,7 @@ class Asking(Model):
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = super().forward(ids)
         out.retain_grad()
+        self.seen = out
         return out * 2.0
 
 
@@ -241,6 +242,8 @@ def test_what_needs_gradients_to_run_is_refused_by_type() -> None:
         assert "retain_grad" in str(caught.value) and "test_capture.py" in caught.value.where
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+    assert not hasattr(model, "seen"), "a tensor with a history would stay"
+    copy.deepcopy(model)
     model(example()).sum().backward()
 
 
