@@ -15,6 +15,7 @@ from attnres_compile.exactness import convert_copy
 from attnres_compile.inputs import Inputs
 from attnres_compile.kernels import plain, plain_phases
 from tests import models
+from tests.cli.conftest import SCRIPT
 from tests.verifying import ALL_EXACT, ORIGINAL, QUERIES_AT_ZERO, SITES, failed, rows, verified, wrapped
 
 TWO_PHASE = {("eager, two-phase", "float64"), ("eager, two-phase", "float32")}
@@ -109,6 +110,23 @@ def test_an_inductor_lowering_that_is_off() -> None:
     assert found.notes == ()
     off = scaled_by(1.001, lambda config: config.lowering == "inductor" and config.two_phase == "on")
     assert failed(verified(lowerings=both, convert=off)) == {("Inductor, two-phase", "float32")}
+
+
+def test_a_softmax_more_sensitive_than_the_sum_is_measured_by_itself_and_hides_no_mistake() -> None:
+    """These weights and queries turn one rounding of each weight into 8e-6, where the original's own error is 7e-7."""
+    names: dict[str, Any] = {}
+    exec(SCRIPT, names)
+    torch.manual_seed(0)
+    model = [names["Net"]() for _ in range(2)][1]
+    found = verified(model, names["example_inputs"])
+    assert found.holds
+    row = rows(found)["agreement", "eager, one-phase", "float32"]
+    assert row.error_gradient is not None and row.tolerance is not None
+    assert 1e-5 < row.error_gradient < row.tolerance < 5e-4
+    assert "each weight is moved by one rounding" in row.note
+    off = scaled_by(1.001, lambda config: config.two_phase == "on")
+    wrong = failed(verified(model, names["example_inputs"], convert=off))
+    assert wrong == {*TWO_PHASE, ("eager, two-phase, fused", "float64")}
 
 
 def test_a_compiler_that_fails_fails_the_check() -> None:

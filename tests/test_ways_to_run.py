@@ -127,6 +127,26 @@ class CalledTwice(InFeatures):
         return sum(self.head(self.forward_features(each)) for each in (x, 2 * x))  # type: ignore[return-value]
 
 
+class ReadOutside(InFeatures):
+    """The method's last state is read outside of it alone."""
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward_head(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
+
+class ReadTwiceOutside(ReadOutside):
+    """By two modules, which have queries of their own where ``forward`` is the owner."""
+
+    def forward_head(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x)) + self.embed(x)[..., :3]
+
+
 BY_METHOD = (InFeatures, InOwnMethod, Inherited, OfBackbone)
 BY_FORWARD = (InBlocks, InSequential, InForward, AroundInstance)
 
@@ -208,6 +228,28 @@ def test_a_method_that_forward_calls_agrees_with_it(kind: Any) -> None:
     if net is model:
         model.forward = types.MethodType(lambda self, x: self.head(self.forward_features(x)), model)
         assert near(model(x), want)
+
+
+@pytest.mark.parametrize("queries", ["state", "reader"])
+@pytest.mark.parametrize("kind", [ReadOutside, ReadTwiceOutside])
+def test_what_reads_a_method_s_state_outside_of_it_is_its_output(kind: Any, queries: Any) -> None:
+    model, x = original(kind), inputs()
+    ac.transform(model, x, replace(CONFIG, queries=queries))
+    assert "forward_features" in vars(model)
+    randomize_queries(ac.pseudo_queries(model))
+    assert list(ac.pseudo_queries(model))[-1] == "output"
+    if kind is ReadOutside:
+        assert near(model(x), by_hand(model, x))
+    # Of the method by itself, of the whole, and of the whole as one graph.
+    apart = model.forward_head(model.forward_features(x))
+    whole = torch.compile(model, backend="attnres", options={"lowering": "eager"}, fullgraph=True)
+    gradients = []
+    for run in (lambda: apart, lambda: model(x), lambda: whole(x)):
+        out = run()
+        assert near(out, apart)
+        gradients.append(torch.autograd.grad(out.square().sum(), list(ac.pseudo_queries(model).values())))
+    for group in gradients:
+        assert all(bool(got.any()) and near(got, want) for got, want in zip(group, gradients[0], strict=True))
 
 
 def test_copies_run_by_the_method_too() -> None:
